@@ -41,8 +41,8 @@ from shardprep.errors import (
     UsageError,
 )  # fmt: skip
 from shardprep.files import FileStamp
+from shardprep.format import commands, names
 from shardprep.format import manifest as manifests
-from shardprep.format import names
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import blanked_content, read_blanked, read_excluded
 from shardprep.format.index import read_index
@@ -187,7 +187,7 @@ def _copy_shard(folder: DataFolder, shard_id: int, target: DataFolder, progress:
         try:
             copied = target.publish_copy(name, folder, stamp)
         except files.NOT_THERE:
-            path, remedy = folder.path_of(name), f"shardprep verify {quoted(folder)}"
+            path, remedy = folder.path_of(name), commands.on("verify", folder)
             raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
         if copied != stamp:
             raise manifests.other_hash(folder, name, shard_id, copied.sha256, stamp)

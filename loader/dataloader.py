@@ -42,7 +42,7 @@ from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError
-from shardprep.removed import ARGUMENTS
+from shardprep.meanings import ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -571,7 +571,7 @@ def _warn_of_accumulation(num_batches: int) -> None:
 
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_MINIMUM = {"pad_to_multiple_of": 0, "num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
+_MINIMUM = {"num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
 _CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
@@ -585,8 +585,11 @@ def _with_checks(make: _Function) -> _Function:
     def call(*args: Any, **options: Any) -> Any:
         for name in options.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}? It has {', '.join(known)}" if near else "see help()"
-            raise TypeError(f"get_llama3_dataloader has no argument {name!r}: {ARGUMENTS.get(name, hint)}")
+            hint = f"did you mean {near[0]!r}?" if near else "its arguments:"
+            if name in ARGUMENTS:
+                hint = f"{ARGUMENTS[name]}."
+            message = f"get_llama3_dataloader has no argument {name!r}: {hint}"
+            raise TypeError(f"{message} It has {', '.join(known)}")
         bound = signature.bind(*args, **options)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(name, value, known[name].annotation)

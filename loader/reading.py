@@ -23,11 +23,10 @@ import numpy.typing as npt
 from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int64s
 from loader.shards import DatasetShards, ShardSet
-from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, wait_to_retry, with_retries
+from shardprep.format import commands
 from shardprep.format.index import IdxFile
-from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ class OpenShard:
     @property
     def remedy(self) -> str | None:
         """Return the command that makes the shard again, or None for a tar of another tool."""
-        return None if self.part.scanned_tar else rerun_command(self._shard_id, self.part.folder)
+        return None if self.part.scanned_tar else commands.shard(self._shard_id, self.part.folder)
 
     def close(self) -> None:
         self.tar.close()
@@ -307,7 +306,7 @@ class ShardReader:
             tar = self.opened(int(shard_of[wrong.argmax()])).tar
             found = "its idx places samples outside of the tar, over each other, or with a wrong size"
             expected = f"separate places in {tar.num_bytes} bytes"
-            remedy = f"shardprep verify {quoted(tar.path.parent)}"
+            remedy = commands.on("verify", tar.path.parent)
             raise BrokenShard(path=tar.path, found=found, expected=expected, remedy=remedy)
 
 

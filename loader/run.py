@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import gcd
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
@@ -641,12 +642,17 @@ def _read_state(state: Mapping[str, Any]) -> _State:
         found, remedy = f"the state is {state!r:.80}", "loader.load_state_dict(torch.load(PATH))"
         raise UsageError(found=found, expected="a dict that state_dict() returned", remedy=remedy)
     if state.get("format") != STATE_FORMAT:
+        for name, value in state.items():
+            if isinstance(value, Mapping) and value.get("format") == STATE_FORMAT:
+                remedy = f"loader.load_state_dict(checkpoint[{name!r}])"
+                found = f"a dict that has the state under {name!r}"
+                raise BrokenShard(found=found, expected="the state itself", remedy=remedy)
         found, remedy = f"the state's format is {state.get('format')!r:.80}", "state_dict()"
         raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as {remedy} returns it", remedy=remedy)
     if state.get("version") != STATE_VERSION:
         found = f"the state has version {state.get('version')!r:.80}"
-        expected = f"{STATE_VERSION}; resume with the shardprep that saved it, or start without the state"
-        raise UnknownVersion(found=found, expected=expected)
+        advice = "resume with the shardprep that saved it, or start without the state"
+        raise UnknownVersion(found=found, expected=STATE_VERSION, advice=advice)
     try:
         checksum = checksum_of(state)
     except (TypeError, ValueError, RecursionError):
@@ -676,7 +682,8 @@ def _read_state(state: Mapping[str, Any]) -> _State:
 
 
 def _damaged_state(found: object, expected: object) -> BrokenShard:
-    return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; use another state")
+    wrong = f"the state is damaged: its {found}"
+    return BrokenShard(found=wrong, expected=expected, advice="use another state")
 
 
 def _check_fingerprint(saved: _State, plan: Run) -> None:
@@ -693,7 +700,7 @@ def _check_fingerprint(saved: _State, plan: Run) -> None:
     if "order_version" in differing:
         error = UnknownVersion
     advice = "resume with the shardprep and the arguments of that run, or start without the state"
-    raise error(found=f"the state belongs to another run: {found}", expected=f"{wanted}; {advice}")
+    raise error(found=f"the state belongs to another run: {found}", expected=wanted, advice=advice)
 
 
 def _check_data(saved: _State, plan: Run) -> None:
@@ -717,7 +724,13 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
         check_batch(size, plan.order.group, **layout)
     except UsageError as error:
         found = f"{error.found} in the state, whose order takes {size} samples at a time"
-        raise OtherRun(found=found, expected=error.expected) from None
+        samples_per_rank, rest = divmod(size, layout["world_size"])
+        advice = f"use a number of ranks that divides {size}"
+        if not rest:
+            batch_size = gcd(samples_per_rank, layout["batch_size"])
+            of_run = saved.stages[0].global_batch_size
+            advice = f"pass the run's global_batch_size={of_run} and batch_size={batch_size}"
+        raise OtherRun(found=found, expected=error.expected, advice=advice) from None
     sources, stages = [], []
     weights: dict[str, float] = {}
     try:

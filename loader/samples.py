@@ -355,6 +355,12 @@ def choose_sizes(
     given = int(group_by_length) * batch_size if isinstance(group_by_length, bool) else group_by_length
     group = whole_number("group_by_length", given, least=0) or 1
     tick_samples = gcd(*(size for _, size in sizes))
+    for step, size in sizes[1:]:
+        if size % (batch_size * world_size):
+            found = f"global_batch_size={size} from step {step} on"
+            step_samples = batch_size * world_size
+            expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
+            raise UsageError(found=found, expected=expected)
     check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, group, sizes
 

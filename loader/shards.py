@@ -26,11 +26,10 @@ from loader.copies import URL, copy_url
 from loader.external_tars import scan_tar
 from loader.order import Int64s
 from shardprep.command_line import check_names_are_utf8
-from shardprep.console import quoted
 from shardprep.errors import BrokenShard, NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile, is_folder, size_of_file, with_retries
+from shardprep.format import commands, names
 from shardprep.format import manifest as manifests
-from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import Records, merge_manifests, read_idx, read_index
 from shardprep.format.plan import read_input_names, read_plan
@@ -357,7 +356,7 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             raise UsageError(path=Path(path, compressed), found="compressed", expected=expected)
         tars = [Path(path, name) for name in inside if name.endswith(".tar")]
         if not tars:
-            remedy = f"shardprep plan --input_dir {quoted(path)} --output_dir DATA --model_id MODEL"
+            remedy = commands.plan(os.path.abspath(path), "DATA")  # noqa: PTH100 - Path.resolve() would follow links
             expected = f"an {names.INDEX_NAME}, manifests or tars; if these are texts to prepare"
             raise NotFound(path=path, found="no shards", expected=expected, remedy=remedy)
         return [_external_tar(tar, count_tokens=count_tokens) for tar in tars]

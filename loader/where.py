@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import zipfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -126,14 +127,23 @@ def find_state(path: Path) -> dict[str, Any]:
     """Return the loader's state in a checkpoint, at any depth. Raises NotFound or BrokenShard."""
     if not path.is_file():
         raise NotFound(f"--state {path} is not a file", path=path)
+    is_zip = False
     try:
         if path.suffix == ".json":
             content = load_json(path.read_bytes())
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # torch.save writes a zip file since torch 1.6, which mmap needs.
+            is_zip = zipfile.is_zipfile(path)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch and pickle raise errors of many types
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        found = f"--state cannot be read: {reason}"
+        # torch's longer messages are about its own arguments, or advise to run code from the file.
+        found = "no checkpoint of torch.save, or a damaged one"
+        if path.suffix == ".json":
+            found = f"no JSON: {error}"
+        elif is_zip:
+            found = (
+                f"a checkpoint that cannot be read: {str(error).partition('. ')[0] or type(error).__name__}"
+            )
         raise BrokenShard(path=path, found=found, expected="a file of torch.save, or .json") from None
     parts = [content]
     while parts:

@@ -21,17 +21,15 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
-from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
+from shardprep.console import Progress, counted, print_lines, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
+from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan import PrepConfig
+from shardprep.meanings import HUB_HINT
 
 _HUB_NAME = re.compile(r"(?:datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
-_HUB_HINT = (
-    "download a data set of the hub first: hf download NAME --repo-type dataset --local-dir RAW; "
-    "then plan --input_dir RAW --recursive"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,8 +98,11 @@ def plan_data_set(args: argparse.Namespace) -> int:
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
         raise UsageError(found=f"--{fields[0]} --transform", expected="one of them: each gives the text")
+    if given.get("token_format") == "json" and config.has_rows:
+        expected = "--token_format npy, as rows are always stored, or --record documents"
+        raise UsageError(found="--token_format json", expected=expected, remedy="--token_format npy")
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
-        message = f"--input_dir {config.input_dir} is not a folder; {_HUB_HINT.replace('NAME', name[1])}"
+        message = f"--input_dir {config.input_dir} is not a folder; {HUB_HINT.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     cut = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
@@ -113,8 +114,8 @@ def plan_data_set(args: argparse.Namespace) -> int:
         return 0
     from shutil import which
 
-    here = f"shardprep run {quoted(config.output_dir)}"
-    submit = f"shardprep submit {quoted(config.output_dir)}  # or, on this machine: {here}"
+    here = commands.run(config.output_dir)
+    submit = f"{commands.submit(config.output_dir)}  # or, on this machine: {here}"
     print_lines(f"next: {submit if which('sbatch') else here}")
     return 0
 
@@ -146,16 +147,20 @@ def run(args: argparse.Namespace) -> int:
     folder = DataFolder(args.output_dir)
     plan = need_plan(folder)
     chosen = chosen_shards(plan.num_shards, args.shards)
-    wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
+    wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
     settings = resources.worker_settings(given_of(args, WorkerSettings))
     todo = missing_shards(folder, plan.plan_id, wanted)
+    if settings.again:
+        if chosen is None:
+            raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
+        todo = wanted
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        expected = "write permission; its owner can make the shards"
-        raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
+        found, advice = "a folder that you cannot write to", "its owner can make the shards"
+        raise CannotWrite(path=folder, found=found, expected="write permission", advice=advice)
     cpus = resources.allowed_cpus(offset=todo[0])
     assert settings.memory_gb is not None  # worker_settings sets it
     num_proc = args.num_proc
@@ -186,8 +191,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(made)} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        again = f"shardprep run {quoted(folder)} --shards {ids}"
-        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {again}")
+        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
         return failures[0].exit_code
     return 0
 
@@ -239,9 +243,6 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(shards=None, fast=True, deep=None)  # of ``run`` and ``verify``
 
 
-_PACKED_HINT = "to pack documents into rows, use --record packed --seq_len 8192"
-_LENGTH_HINT = "documents stay whole here; the loader cuts them: get_llama3_dataloader(..., max_length=2048)"
-_BOOLEAN_HINT = "a flag that is on or off takes no value: use --NAME or --no-NAME"
 _ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help
     ("verify", "verify", "check all shards and write index.json"),
     ("doctor", "doctor", "check machine, tokenizer and folders before the work"),
@@ -259,12 +260,6 @@ PROGRAM = Program(
     description="Raw text to token shards. Without a command it makes one shard: --shard_id N.",
     epilog="shardprep --shard_id N [...] makes shard N of the plan in --output_dir. Without a plan, it first "
     "plans a shard for each .txt file in --input_dir; shard 0 is the first that ls *.txt shows.",
-    hints={
-        **dict.fromkeys(("--packing", "--pack_sequences"), _PACKED_HINT),
-        **dict.fromkeys(("--dataset", "--dataset_name"), _HUB_HINT),
-        **dict.fromkeys(("--max_length", "--max_seq_length"), _LENGTH_HINT),
-        **dict.fromkeys(("True", "False", "true", "false"), _BOOLEAN_HINT),
-    },
     commands={
         "shard": Command("make one shard: --shard_id N", _shard_flags, task, is_nameless=True),
         "plan": Command(

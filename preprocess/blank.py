@@ -26,7 +26,7 @@ from preprocess.read.transform import Transform
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
 from shardprep.files import NOT_THERE, STALE_AFTER_S
-from shardprep.format import documents
+from shardprep.format import commands, documents
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import BlankedDocuments
 from shardprep.format.manifest import done_manifest, done_manifests, other_hash, read_manifest, shard_files
@@ -39,7 +39,6 @@ from shardprep.format.names import (
     id_ranges,
     ids_of_ranges,
     manifest_name,
-    missing_file,
 )  # fmt: skip
 from shardprep.format.plan import (
     Plan,
@@ -208,7 +207,7 @@ def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:
         try:
             found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
         except NOT_THERE:
-            raise missing_file(folder, name, shard_id) from None
+            raise commands.missing_file(folder, name, shard_id) from None
         if found != stamp:
             raise other_hash(folder, name, shard_id, found.sha256, stamp)
         new.sync(subfolder)

@@ -341,8 +341,8 @@ def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
         raise UsageError(path=args.data_dir, found="conversations", expected=expected)
     if plan.options.blanked:
         found = "blanked documents, whose ids no other tool knows"
-        expected, remedy = "none: plan the input again without them", "shardprep plan --exclude FILE"
-        raise Refused(path=args.data_dir, found=found, expected=expected, remedy=remedy)
+        advice = "plan the input again without them: --exclude takes the list that blank --ids took"
+        raise Refused(path=args.data_dir, found=found, expected="none", advice=advice, remedy="--exclude")
     folder = args.output_dir.absolute()
     if args.to == "megatron" and any(map(str.isspace, str(folder))):
         expected = "a path without it, as Megatron splits its list of data sets there"

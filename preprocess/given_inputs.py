@@ -15,6 +15,7 @@ from preprocess.read.documents import OpenInput, sample_sha256
 from preprocess.read.user_code import CodeFiles
 from shardprep.console import quoted
 from shardprep.errors import NotFound, Refused, UsageError
+from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import Plan
 
@@ -98,13 +99,10 @@ class GivenInputs:
 
 
 def blank_command(data_dir: DataFolder, ids: Path, where: InputSettings) -> str:
-    """Return the command that blanks the documents of a list."""
-    words = [f"shardprep blank {quoted(data_dir)} --ids {quoted(ids)} --output NEW"]
-    if where.input_dir is not None:
-        words.append(f"--input_dir {quoted(where.input_dir)}")
-    if where.transform is not None:
-        words.append(f"--transform {quoted(where.transform)}")
-    return " ".join(words)
+    """Return the command that blanks the documents of a list. ``where``: of this data set."""
+    # The flags of this process may be those of other data sets, too.
+    flags = {"input_dir": where.input_dir, "transform": where.transform}
+    return commands.blank(data_dir, ids, flags=flags)
 
 
 def _has_inputs(folder: Path, plan: Plan) -> bool:

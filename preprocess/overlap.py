@@ -371,7 +371,9 @@ def _hits_in(out: OutputFolder, name: str) -> Iterator[tuple[bytes, dict[str, An
             is_valid = False
         if not is_valid:
             path = out.path_of(name)
-            raise BrokenShard(path=path, found="not a hit", remedy=f"rm {quoted(path)}")
+            remedy = f"mv {quoted(path)} {quoted(f'{path}.damaged')}"
+            advice = "move it away, and run this again"
+            raise BrokenShard(path=path, found="not a hit", advice=advice, remedy=remedy)
         yield line, hit
 
 
@@ -549,5 +551,5 @@ def duplicates(args: argparse.Namespace) -> int:
         print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))
         if count:
             blank = blank_command(data_dir, lists[data_dir].path, inputs[data_dir])
-            print_lines(f"  next: shardprep plan --exclude {list_path} ...  # or: {blank}")
+            print_lines(f"  next: {blank}  # or plan again with --exclude {list_path}")
     return 0

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.engines import Ids, decode, load_tokenizer
-from shardprep.console import counted, output_is_read, print_lines, quoted, with_progress
+from shardprep.console import counted, output_is_read, print_lines, with_progress
 from shardprep.errors import NotFound, UsageError
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import kept_ids
 from shardprep.format.index import ShardSamples, read_idx, samples_containing
@@ -142,9 +142,8 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
             expected = f"ids of 0 to {plan.num_shards - 1}"
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
-            path = folder.path_of(names.manifest_name(shard_id))
-            again = f"shardprep run {quoted(folder)}"
-            raise NotFound(path=path, found="missing: the shard is not made yet", remedy=again)
+            path, remedy = folder.path_of(names.manifest_name(shard_id)), commands.run(folder, str(shard_id))
+            raise NotFound(path=path, found="missing: the shard is not made yet", remedy=remedy)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
         yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
@@ -237,7 +236,7 @@ def _place_of_id(folder: DataFolder, shard_ids: list[int], wanted: str) -> Sampl
 def _made_shards(folder: DataFolder) -> list[int]:
     """Return the finished shards of a data set, at least one. Raises NotFound."""
     if not (made := manifest_ids(folder)):
-        raise NotFound(path=folder, found="no finished shard", remedy=f"shardprep run {quoted(folder)}")
+        raise NotFound(path=folder, found="no finished shard", remedy=commands.run(folder))
     return made
 
 

@@ -32,7 +32,7 @@ from preprocess.make.resources import InputSettings, WorkerSettings, allowed_cpu
 from shardprep import errors, files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
-from shardprep.format import manifest, names
+from shardprep.format import commands, manifest, names
 from shardprep.format.data_folder import LOGS_FOLDER, SUBFOLDERS, DataFolder
 from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
@@ -95,7 +95,7 @@ def verify(args: argparse.Namespace) -> int:
     done = "checked manifests and sizes of" if args.fast else "verified"
     print_lines(f"{done} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     if args.fast:
-        print_lines(f"to also check every byte: shardprep verify {errors.quoted(folder)}")
+        print_lines(f"to also check every byte: {commands.on('verify', folder)}")
     counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if plan.options.excluded:
@@ -187,7 +187,7 @@ def _make_again(
                     differing.append(f"{name} ({now} in place of {before})")
             if differing:
                 message = f"from its input the reference engine makes another {', another '.join(differing)}"
-                remedy = f"{names.remake_command(shard_id, folder)} --engine tokenizers"
+                remedy = commands.shard(shard_id, folder, "--again", "--engine", "tokenizers")
                 raise errors.BrokenShard(message, remedy=remedy)
         except errors.ShardprepError as error:
             problems[shard_id] = error
@@ -199,13 +199,15 @@ def _make_again(
 
 def _report_problems(folder: DataFolder, plan: Plan, problems: Problems, check: Check) -> int:
     """Print the problems, record them for other commands, and return the exit code."""
-    for kind in dict.fromkeys(map(type, problems.values())):
-        same = [shard_id for shard_id, error in problems.items() if type(error) is kind]
-        for shard_id in same[:_MAX_PRINTED]:
-            say(f"error: shard {shard_id:05d}: {problems[shard_id]}")
-        if ids := names.id_ranges(same[_MAX_PRINTED:]):
-            again = f"shardprep run {errors.quoted(folder)} makes what is missing"
-            say(f"error: {shards_text(ids)}: the same; {again}")
+    is_made = False  # whether any shard has a manifest
+    for shard_id in range(plan.num_shards):
+        error = problems.get(shard_id)
+        manifest_path = str(folder.path_of(names.manifest_name(shard_id)))
+        is_made |= not isinstance(error, errors.MissingShard) or error.path != manifest_path
+    if is_made:
+        _print_problems(folder, problems)
+    else:
+        say(f"error: {errors.NotFound(path=folder, found='no shard is made', remedy=commands.run(folder))}")
     # A shard that is wrong comes before one that could not be read, about which nothing is known.
     wrong = {number: error for number, error in problems.items() if isinstance(error, manifest.SHARD_ERRORS)}
     not_read = problems.keys() - wrong.keys()
@@ -215,10 +217,20 @@ def _report_problems(folder: DataFolder, plan: Plan, problems: Problems, check: 
         say(f"warning: other commands will not know this: {error}")
     unknown = "could not be checked, so nothing is known about them"
     for some, what in ((wrong, "are not right"), (not_read, unknown)):
-        if some:
+        if some and is_made:
             ids = names.id_ranges(some)
             say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
     return problems[min(wrong or problems)].exit_code
+
+
+def _print_problems(folder: DataFolder, problems: Problems) -> None:
+    """Print the first problems of each kind, and which other shards have problems of this kind."""
+    for kind in dict.fromkeys(map(type, problems.values())):
+        same = [shard_id for shard_id, error in problems.items() if type(error) is kind]
+        for shard_id in same[:_MAX_PRINTED]:
+            say(f"error: shard {shard_id:05d}: {problems[shard_id]}")
+        if ids := names.id_ranges(same[_MAX_PRINTED:]):
+            say(f"error: {shards_text(ids)}: the same; to make them again, run: {commands.run(folder, ids)}")
 
 
 def _check_shards(
@@ -263,7 +275,7 @@ def _check_shards(
             return files.with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
         except errors.ShardprepError as error:
             if isinstance(error, (errors.BrokenShard, errors.OtherPlan)) and error.remedy is None:
-                error.remedy = names.remake_command(shard_id, folder)
+                error.remedy = commands.shard_again(shard_id, folder)
             if isinstance(error.__context__, OSError) and error.__context__.errno in files.RETRIED:
                 is_failing.set()
             return error

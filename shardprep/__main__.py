@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = given_words(argv)
     guard_streams()
     try:
-        if words[:1] == ["--version"]:
+        if words[:1] in (["--version"], ["-V"]):
             print_lines(f"shardprep {__version__}")
             return 0
         if not words or words[0] in ("-h", "--help") or words == ["help"]:

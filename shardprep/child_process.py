@@ -14,14 +14,14 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe, context, process, reduction, spawn, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardprep import path_without_current_folder
+from shardprep import given, path_without_current_folder
 from shardprep.errors import ShardprepError, Stopped
 from shardprep.processes import die_with_parent, raise_on_stop_signals, start_python, stop_signals_wait
 
@@ -47,7 +47,7 @@ def new_process(
 def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
     """Start ``target(*args)`` in a new process, which is stopped when this one ends."""
     # Not a fork, which would copy the state of numpy's and tokenizers' threads, but not the threads.
-    process = new_process(_run_child, os.getpid(), target, args)
+    process = new_process(_run_child, os.getpid(), dict(given.flags()), target, args)
     with stop_signals_wait():
         process.start()
     return process
@@ -94,11 +94,14 @@ def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
         pipe.send(answer)
 
 
-def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run_child(
+    parent: int, flags: Mapping[str, Any], target: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     try:
         raise_on_stop_signals()
         die_with_parent(parent)
-        target(*args)
+        with given.flags_are(flags):
+            target(*args)
     except Stopped as error:
         raise SystemExit(error.exit_code) from None
 

@@ -27,10 +27,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardprep import __version__, given
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
+from shardprep.meanings import meaning_of_command, meaning_of_flag
 from shardprep.processes import STOP_SIGNALS, StopSignals, raise_on_stop_signals
-from shardprep.removed import COMMANDS, FLAGS
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -80,8 +81,6 @@ class Program:
     epilog: str = "COMMAND --help shows its flags."
     # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
     dashed_values: Container[str] = ()
-    # Hints for flags that other tools have, by name.
-    hints: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
         """Run the command that ``words`` name and return its exit code. ``name``: how it was called."""
@@ -104,7 +103,8 @@ class Program:
             check_names_are_utf8()
             raise_on_stop_signals()
             args = self.parse(words, name=name)
-            code = _resolved(self.commands[args.command].run)(args)
+            with given.flags_are(vars(args)):
+                code = _resolved(self.commands[args.command].run)(args)
             sys.stdout.flush()
             return int(code)
         except ShardprepError as error:
@@ -128,6 +128,9 @@ class Program:
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """Parse the words: flags, and ``command``. Raises UsageError, and SystemExit for wrong flags."""
+        if any(word in ("--version", "-V") for word in words[:2]):
+            print_lines(f"shardprep {__version__}")
+            raise SystemExit(0)
         if found := next((each for each in words if "\0" in each), None):
             raise UsageError(f"{found!r} contains a NUL, which paths and names cannot; leave it out")
         name = name or self.name
@@ -141,22 +144,13 @@ class Program:
         if command not in self.commands:
             raise UsageError(unknown_command(command, list(listed)))
         parser = self.parser_of(command, name=name)
-        known = [*parser._option_string_actions]  # noqa: SLF001 - argparse has no other list
-        for flag in (each.partition("=")[0] for each in words):
-            instead = FLAGS.get(f"{command} {flag}", FLAGS.get(flag))
-            if instead and flag not in known:
-                parser.error(f"the flag {flag} was removed: {instead}")
-        args, unknown = parser.parse_known_args(words[1:])
+        typed = _with_folder_first(parser, words[1:])
+        parser.hint = _hint_about_flags(parser, command, typed)
+        args, unknown = parser.parse_known_args(typed)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            flags = [each for each in known if each.startswith("--")]
-            folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
-            hint = self.hints.get(flag, "")
-            if folders and not hint and not flag.startswith("-"):
-                hint = f"{command} takes folders by their flags: {', '.join(folders)}"
-            elif not hint and (near := _nearest(flag, flags)):
-                hint = f"did you mean {near}?"
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
+            first = unknown[0].partition("=")[0]
+            parser.hint = parser.hint.removeprefix(f"{first}: ") or _hint_about_words(parser, command, first)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         args.command = command
         return args
 
@@ -277,6 +271,8 @@ class _Parser(argparse.ArgumentParser):
         formatter = functools.partial(_Formatter, max_help_position=28, width=79)
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
+        self.hint = ""  # is added to an error
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.type in _PATH_TYPES:
             name = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
@@ -284,7 +280,55 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)  # argparse has no other door
 
     def error(self, message: str) -> NoReturn:
+        if self.hint:
+            message += f"; {self.hint}"
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [*parser._option_string_actions]  # noqa: SLF001 - argparse has no other list
+
+
+def _positionals_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [each for each in parser._actions if not each.option_strings]  # noqa: SLF001 - as above
+
+
+def _with_folder_first(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Return the words with DATA as the first one if it was given as ``--output_dir DATA``."""
+    first = [each.metavar for each in _positionals_of(parser)][:1]
+    if first != ["DATA"] or "--output_dir" in _flags_of(parser):
+        return list(words)
+    for number, word in enumerate(words):
+        if word.startswith("--output_dir="):
+            return [word.partition("=")[2], *words[:number], *words[number + 1 :]]
+        if word == "--output_dir" and number + 1 < len(words):
+            return [words[number + 1], *words[:number], *words[number + 2 :]]
+    return list(words)
+
+
+def _hint_about_flags(parser: argparse.ArgumentParser, command: str, words: Sequence[str]) -> str:
+    """Return a hint about the first flag that a command does not have, or ""."""
+    flags = _flags_of(parser)
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in flags or not re.match("-+[A-Za-z]", flag):
+            continue
+        if meaning := meaning_of_flag(flag, command, flags):
+            return f"{flag}: {meaning}"
+        near = _nearest(flag, [each for each in flags if each.startswith("--")], cutoff=_NEAR_FLAG)
+        return f"did you mean {near}?" if near else ""
+    return ""
+
+
+def _hint_about_words(parser: argparse.ArgumentParser, command: str, word: str) -> str:
+    """Return a hint about a word that a command does not take, or ""."""
+    flags = _flags_of(parser)
+    if meaning := meaning_of_flag(word, command, flags):
+        return meaning
+    folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
+    if folders and not word.startswith("-") and not _positionals_of(parser):
+        return f"{command} takes folders by their flags: {', '.join(folders)}"
+    return ""
 
 
 _EXTRAS = {
@@ -308,19 +352,22 @@ def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
     return needs(what, missing)
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
+_NEAR_FLAG = 0.8  # of letters; with less, --force would be near --doc
+
+
+def _nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
     import difflib  # takes 1 ms, and is rarely needed
 
-    return next(iter(difflib.get_close_matches(word, known, 1)), "")
+    return next(iter(difflib.get_close_matches(word, known, 1, cutoff)), "")
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
     """Build the message for an unknown command, with the nearest one and a list of all."""
-    if word in COMMANDS:
-        return f"the command {word} was removed: {COMMANDS[word]}"
     meant = ""
     if os.path.isdir(word):  # noqa: PTH112 - Path.is_dir() would raise
         meant = "it is a folder, so type a command before it, or --output_dir; "
+    elif meaning := meaning_of_command(word.replace("-", "_")):
+        meant = f"use {meaning}; "
     elif close := _nearest(word, commands):
         meant = f"did you mean {close}? "
     return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"

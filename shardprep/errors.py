@@ -46,6 +46,7 @@ class ShardprepError(Exception):
         path: the file or folder at fault.
         found: what was found. A flag or an argument is shown as given: ``--seq_len 7``, ``seq_len=7``.
         expected: what was expected instead.
+        advice: what to do, in words. Unless the message contains it, it is appended.
         remedy: the command, flag or argument to type. Unless the message contains it, it is appended:
             ``str(error)`` is ``"...; run: shardprep verify DATA"``.
 
@@ -63,12 +64,14 @@ class ShardprepError(Exception):
         path: str | os.PathLike[str] | None = None,
         found: object = None,
         expected: object = None,
+        advice: str | None = None,
         remedy: str | None = None,
     ) -> None:
         super().__init__(message)
         self.path = None if path is None else os.fspath(path)
         self.found = None if found is None else str(found)
         self.expected = None if expected is None else str(expected)
+        self.advice = advice
         self.remedy = remedy
 
     def __str__(self) -> str:
@@ -77,13 +80,15 @@ class ShardprepError(Exception):
             message = self.found if self.path is None else f"{self.path}: {self.found}"
             if self.expected is not None:
                 message += f", expected {self.expected}"
+        if self.advice is not None and self.advice not in message:
+            message = f"{message}; {self.advice}" if message else self.advice
         if self.remedy is not None and self.remedy not in message:
             message = f"{message}; run: {self.remedy}"
         return printable(message)
 
     def advise(self, advice: str) -> None:
-        """Append advice to the message. The fields do not change."""
-        self.args = (f"{self}; {advice}",)
+        """Add advice, after that which the error has."""
+        self.advice = advice if self.advice is None else f"{self.advice}; {advice}"
 
 
 def quoted(path: str | os.PathLike[str]) -> str:

@@ -133,7 +133,9 @@ def check_is_regular(path: Path | str, mode: int) -> None:
     """Raise BrokenShard if a mode is not of a regular file."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.filemode(mode)[0], "a file of another kind")
-        raise BrokenShard(path=path, found=kind, expected="a regular file; put the file itself there")
+        raise BrokenShard(
+            path=path, found=kind, expected="a regular file", advice="put the file itself there"
+        )
 
 
 def refuse_fifos(folder: Path) -> None:
@@ -472,6 +474,9 @@ class PublishedFile:
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
+        except IsADirectoryError:
+            found, expected = "a folder", "a file, or a name that is free"
+            raise CannotWrite(path=self.path, found=found, expected=expected) from None
         except OSError as error:
             why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"
             todo = "nothing is lost: fix the cause (df, lfs df, quota) and run this again"

@@ -541,9 +541,13 @@ class OutputFolder(Folder):
 def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
     """Check that a file may be replaced: the command wrote it, as ``ours`` matches where its own begin.
 
-    Raises Refused if another program wrote it, and BrokenShard if it is a link or no regular file.
+    Raises Refused if another program wrote it, CannotWrite if it is a folder, and BrokenShard if it is a
+    link or no regular file.
     """
-    beginning = Folder(path.parent, writable=_NO_NAME).read_beginning(path.name, _BEGINNING_BYTES)
+    folder = Folder(path.parent, writable=_NO_NAME)
+    if folder.is_subfolder(path.name):
+        raise CannotWrite(path=path, found="a folder", expected="a file, or a name that is free")
+    beginning = folder.read_beginning(path.name, _BEGINNING_BYTES)
     if beginning and ours.match(beginning) is None:
         expected = "a name for a new file, or a file that this command wrote; move it away"
         raise Refused(path=path, found="another file, which stays", expected=expected)

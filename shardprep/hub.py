@@ -41,13 +41,15 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
 
 def no_tokenizer(model_id: str, reason: str) -> NotFound:
     """Build the error for a model without a usable tokenizer, with what to type."""
-    expected = "a folder with a tokenizer.json"
+    expected, advice = "a folder with a tokenizer.json", None
     if not os.path.isdir(model_id) and _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
-        expected += (
-            ", or a model's name on the hub. If the model is gated: hf auth login. Without a network, run "
-            f"this elsewhere: hf download {model_id} --include '*.json' --include '*.jinja' --local-dir MODEL"
+        expected += ", or a model's name on the hub"
+        advice = (
+            "if the model is gated: hf auth login; without a network, run this elsewhere: "
+            f"hf download {model_id} --include '*.json' --include '*.jinja' --local-dir MODEL"
         )
-    return NotFound(path=model_id, found=f"no usable tokenizer ({reason})", expected=expected)
+    found = f"no usable tokenizer ({reason})"
+    return NotFound(path=model_id, found=found, expected=expected, advice=advice)
 
 
 def is_library_fault(error: BaseException) -> bool:

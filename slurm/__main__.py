@@ -62,22 +62,6 @@ def gigabytes(text: str) -> float:
 
 
 _SLURMS_FORMS = {"time_min": minutes, "mem_gb": gigabytes, "mem_per_cpu_gb": gigabytes}
-# Flags of sbatch -> ours.
-_HINTS = {
-    "--time": "the flag is --time_min, in minutes or as 1:00:00",
-    "--mem": "the flag is --mem_gb, in GB or as 4G",
-    "--mem_per_cpu": "the flag is --mem_per_cpu_gb, in GB or as 4G",
-    "--qos": "set SBATCH_QOS=NAME, or give --sbatch_args --qos=NAME",
-    "--constraint": "set SBATCH_CONSTRAINT=NAME, or give --sbatch_args --constraint=NAME",
-    "--exclude": "set SBATCH_EXCLUDE=NODES, or give --sbatch_args --exclude=NODES",
-    "--reservation": "give --sbatch_args --reservation=NAME",
-    "--array": "submit makes the array; --shards 0-9 chooses shards, --max_parallel limits tasks at once",
-    "--cpus": "the flag is --cpus_per_task",
-    "-p": "the flag is --partition",
-    "-t": "the flag is --time_min, in minutes or as 1:00:00",
-    "-A": "the flag is --account",
-    "-c": "the flag is --cpus_per_task",
-}
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +115,6 @@ PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
     dashed_values=("--sbatch_args", "--controller_args", "--worker_args", "--srun_args"),
-    hints=_HINTS,
     commands={
         name: Command(summary=summary, add_flags=add_flags, run=f"slurm.{module}:{name}")
         for name, summary, add_flags, module in _COMMANDS

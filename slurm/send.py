@@ -38,6 +38,7 @@ from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import is_link
+from shardprep.format import commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import JobArray, JobRequest, Submission
@@ -88,7 +89,7 @@ def submit(args: argparse.Namespace) -> int:
         if missing:
             return send_groups(args, state, [(request, missing)])
     except SlurmMissing as error:
-        error.remedy = f"shardprep run {quoted(args.output_dir)}"
+        error.remedy = commands.run(args.output_dir)
         raise
     print_lines(f"nothing to submit: {state.summary}")
     if args.until_done and not args.dry_run:
@@ -162,7 +163,7 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
         jobs = ", ".join(unrecorded)
         found = f"jobs {jobs} wait or run, but no record in {JOBS_FOLDER}/ names their shards"
         expected = "no such jobs; another command may be sending them now: wait, or end them"
-        remedy = f"shardprep cancel {quoted(state.folder)}"
+        remedy = commands.on("cancel", state.folder)
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
     if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
         named = shards_text(id_ranges(queued))
@@ -352,7 +353,7 @@ def send_groups(
         remedy = f"scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):
             advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
-            remedy = f"shardprep status {quoted(state.folder)}"
+            remedy = commands.on("status", state.folder)
         raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
     _announce(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
@@ -388,7 +389,7 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
                 run_slurm("scancel", *before)
         print_lines(f"job {controller}: {_CONTROLLER_TEXT}")
     if not args.wait:
-        print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
+        print_lines(f"next: {commands.on('status', args.output_dir, '--watch')}")
 
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, limits: Limits) -> str:
@@ -495,6 +496,10 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
         expected = "the path of a file for tasks to source"
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
+    if plan.options.transform_sha256 and "--transform" not in request.worker_args:
+        found = "a plan with a function for documents, and no file with it for the tasks"
+        expected, remedy = "--worker_args with --transform", commands.submit(folder)
+        raise UsageError(path=folder, found=found, expected=expected, remedy=remedy)
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
         todo = "Has the input moved? --worker_args '--input_dir NEW'"
         say(f"warning: no {plan.input_dir} on this host; tasks on nodes without it exit with 66. {todo}")
@@ -745,7 +750,7 @@ def shards_to_retry(
     shard_ids = chosen_shards(state.plan.num_shards, args.shards)
     check_queue(state, shard_ids)
     if not state.is_tried and state.ids("not submitted", "not visible"):
-        remedy = f"shardprep submit {quoted(state.folder)}"
+        remedy = commands.submit(state.folder)
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
@@ -825,8 +830,8 @@ def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dic
         return
     found = f"values in a record in jobs/ that another user wrote, or can write to ({sent.number:04d}.json)"
     expected = "that you read them and name them yourself, because they run as you; omit one with --NAME=''"
-    words = [*variables, "shardprep retry", quoted(state.folder), shlex.join(flags)]
-    raise Refused(path=state.folder, found=found, expected=expected, remedy=" ".join(words).strip())
+    remedy = " ".join([*variables, commands.on("retry", state.folder, *flags)])
+    raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
 
 
 def _request_after(shard: Shard, base: JobRequest, site: Site) -> tuple[JobRequest, str]:

@@ -31,8 +31,9 @@ from time import sleep
 from typing import Any, Literal, TypeVar
 
 from shardprep.console import say
-from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError, quoted
+from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
+from shardprep.format import commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import AttemptRecord, JobArray, Submission, user_name
@@ -468,7 +469,7 @@ def find_queue(
     sent_jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
     for job_id, user, cluster in [*sent_jobs, *((each.job_id, each.user, "") for each in plain.values())]:
         if cluster not in ("", config.get("ClusterName", "")):
-            command = f"SLURM_CLUSTERS={cluster} shardprep status {quoted(folder)}"
+            command = f"SLURM_CLUSTERS={cluster} {commands.on('status', folder)}"
             queue.hidden[job_id] = f"for jobs of cluster {cluster}, type: {command}"
         elif hides_users and user not in seen_users:
             queue.hidden[job_id] = f"this site shows the jobs of {user} only to {user}"

@@ -31,10 +31,11 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.files import publish_bytes
 from shardprep.folders import refuse_foreign_file
+from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of, sum_of_sources
-from shardprep.format.names import TOKENIZER_DIR, id_ranges, ids_of_ranges
+from shardprep.format.names import TOKENIZER_DIR, id_ranges, ids_of_ranges, quarantine_name
 from shardprep.format.plan import Plan, PrepConfig, flags_of, is_one_file_a_shard, need_plan
 from shardprep.processes import python_command
 from slurm import own as owns
@@ -239,8 +240,8 @@ def _accepting_args(state: DatasetState) -> str:
     needed: list[float] = []
     for shard in failed:
         needed += map(float, re.findall(_NEEDED_BAD_FRACTION, shard.attempts[-1].message(shard.shard_id)))
-    if not needed:
-        return ""  # the input is bad in another way
+    if not needed or max(needed) >= 1:
+        return ""  # the input is bad in another way, or nothing would be left
     array = next((each.attempts[-1].array for each in failed), None)
     args = array.request.worker_args if array else ""  # if it has this flag, too, the later one counts
     return f"{args} --max_bad_fraction {max(needed):g}".strip()
@@ -261,7 +262,7 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
         ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
         # If a person must act first, the start that Slurm expects does not matter.
         starts = "" if action else min((job.start_time for job in jobs if job.start_time), default="")
-        cancel = f"shardprep cancel {quoted(state.folder)}"
+        cancel = commands.on("cancel", state.folder)
         to_type = {"release": f"scontrol release {ids}", "cancel": cancel}.get(action, "")
         facts = {"reason": reason, "means": means, "to_type": to_type, "starts": starts}
         waits.append({**facts, "shards": id_ranges(shard_ids)})
@@ -343,9 +344,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     for how, number in data["restarts"].items():
         lines.append(f"  started again by Slurm after {how}: {counted(number, 'task')}")
     if data["other_plan"]:
-        lines.append(
-            f"  made by another plan: {_shown_shards(data['other_plan'])}; shardprep verify says more"
-        )
+        lines.append(f"  made by another plan: {_shown_shards(data['other_plan'])}; verify says more")
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MAX_FAILURES]
     for failure in newest_failures(data["failures"], lambda each: float(each["ended"])):
         node = f" on {failure['node']}" if failure["node"] else ""
@@ -405,7 +404,7 @@ _NOTES = {  # field -> text for people, most urgent first
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from; to cancel them: scancel {}",
     "controller_lost": "job {0} of --until_done is gone without a message (killed, its time limit, or the "
-    "folder was moved); its log: {1}/jobs/logs/control-{0}.log; to go on: shardprep retry {1} --until_done",
+    "folder was moved); its log: {1}/jobs/logs/control-{0}.log; to go on: {2}",
     "unexplained": "no record says how these ended; Slurm's accounting, if the site has it, may: {}",
 }
 
@@ -413,53 +412,79 @@ _NOTES = {  # field -> text for people, most urgent first
 def notes(data: dict[str, Any]) -> list[str]:
     """Return a text for each thing that a person should look at."""
     found, folder = [], shlex.quote(data["folder"])
+    go_on = commands.on("retry", data["folder"], "--until_done")
     for name, text in _NOTES.items():
         if value := data[name]:
             words = value if isinstance(value, str) else " ".join(value)
             if name in ("wrong", "not_begun"):
                 words = _shown_shards(words)
-            found.append(text.format(words, folder))
+            found.append(text.format(words, folder, go_on))
     remedy = f"its owner can type: chmod -R a+rX {folder}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
     return [*found, *(f"not known: {why}; {remedy}" for why in hidden[:2])]
 
 
 def next_line(data: dict[str, Any]) -> str:
-    """Return the command to type next. It works from any folder, and would not be refused."""
-    folder = shlex.quote(data["folder"])
+    """Return the command to type next. It works from any folder, would not be refused, and loses nothing."""
+    folder = Path(data["folder"])
     if data["slurm_away"] and data["has_jobs"]:
-        return f"next: when Slurm answers again: shardprep status {folder}"
+        return f"next: when Slurm answers again: {commands.on('status', folder)}"
     stuck = [each["to_type"] for each in data["waits_for"] if each["to_type"]]
     if stuck and not data["running"] and data["can_write"]:
         return f"next: {stuck[0]}"
     if data["running"] or data["pending"]:
-        return f"next: shardprep status {folder} --watch"
+        return f"next: {commands.on('status', folder, '--watch')}"
     if not data["can_write"] and not data["verified"]:
-        return f"next: ask its owner to go on, because you cannot write into {folder}"
+        return f"next: ask its owner to go on, because you cannot write into {quoted(folder)}"
     if data["unrecorded_jobs"]:
-        return f"next: wait for the end of the jobs without a record, or: shardprep cancel {folder}"
+        return f"next: wait for the end of the jobs without a record, or: {commands.on('cancel', folder)}"
     if data["not_visible"]:
-        again = f"shardprep submit {folder} --shards {_to_type(data['not_visible'])}"
+        again = commands.submit(folder, "--shards", _to_type(data["not_visible"]))
         return f"next: look where these jobs are visible; if they do not run: {again}"
-    # Failed shards that retry does not send have their remedy beside their cause.
-    args = data["accepting_args"]  # for shards of bad input
     has_answer = data["has_slurm"] and not data["slurm_away"]
-    if data["failed"] and not has_answer:
-        flags = f" {args}" if args and not data["can_retry"] else ""
-        return f"next: shardprep run {folder}{flags}"
-    if data["can_retry"]:
-        return f"next: shardprep retry {folder}"
-    if args:
-        return f"next: shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if data["failed"]:
-        again = f"shardprep retry {folder} --shards {_to_type(data['failed'])}"
-        is_fixed = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
-        return f"next: {again}" if is_fixed else f"next: correct the cause, then: {again}"
+        return f"next: {_after_failures(data, folder, has_answer=has_answer)}"
     if data["not_submitted"]:
-        return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
+        return f"next: {commands.submit(folder) if has_answer else commands.run(folder)}"
     if data["other_plan"] or not data["verified"]:
-        return f"next: shardprep verify {folder}"
+        return f"next: {commands.on('verify', folder)}"
     return f"verified: {data['folder']}/index.json exists"
+
+
+def _after_failures(data: dict[str, Any], folder: Path, *, has_answer: bool) -> str:
+    """Return the command to type after shards failed. What a person has to decide is a comment behind it."""
+    # Failed shards that retry does not send have their remedy beside their cause.
+    if data["can_retry"] and has_answer:
+        # The request of a job has what its tasks need; a run on one machine has left none.
+        return commands.on("retry", folder) if data["has_jobs"] else commands.submit(folder, command="retry")
+    if data["can_retry"]:
+        return commands.run(folder)
+    if states.BAD_INPUT in data["causes"]:
+        first = ids_of_ranges(data["causes"][states.BAD_INPUT])[0]
+        data_dir = DataFolder(folder)
+        left_out = quarantine_name(first)
+        about = _about_left_out(data, folder, has_answer=has_answer)
+        if data_dir.status_of(left_out) is not None:
+            return f"head -n 3 {quoted(data_dir.path_of(left_out))}  # {about}"
+        if data["accepting_args"]:
+            return f"{commands.on('logs', folder, first)}  # {about}"
+    if not has_answer:
+        return commands.run(folder)
+    again = commands.on("retry", folder, "--shards", _to_type(data["failed"]))
+    is_fixed = data["causes"].keys() <= {states.OUT_OF_MEMORY, states.TIMEOUT}  # retry asks for more
+    return again if is_fixed else f"correct the cause, then: {again}"
+
+
+def _about_left_out(data: dict[str, Any], folder: Path, *, has_answer: bool) -> str:
+    """Return what a person can do about the documents that a quarantine file lists."""
+    todo = "documents that were left out, and why; correct options or input and plan into a new folder"
+    args = data["accepting_args"]
+    if not args:
+        return todo
+    accept = commands.run(folder, "", *shlex.split(args))
+    if has_answer:
+        accept = commands.on("retry", folder, "--worker_args", args)
+    return f"{todo}, or accept the loss: {accept}"
 
 
 # The report. -------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ HEAD = """\
 # Commands
 
 All commands and flags. A flag that several commands share is explained once; a flag without a default is off
-or unset. In a terminal, type `shardprep help plan`. `python -m tests.command_reference` generates this page.
+or unset. `--output_dir DATA` may stand for DATA. In a terminal, type `shardprep help plan`.
+`python -m tests.command_reference` generates this page.
 
 ## Exit codes
 

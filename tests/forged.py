@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ def content_sha256(values: dict[str, Any]) -> str:
     kept = {name: value for name, value in values.items() if name not in ("content_sha256", "run")}
     canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def checksum_of_state(state: Mapping[str, Any]) -> str:
+    """Return the checksum of a loader's state: sha256 of its other values."""
+    values = {name: value for name, value in state.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def with_its_hash(data: bytes) -> bytes | None:

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,23 @@ def refuses(kind: type[ShardprepError], **fields: object) -> Iterator[None]:
     for name, text in fields.items():
         found = str(getattr(raised, name))
         assert found == str(text) if name == "path" else str(text) in found, f"{name} is {found}: {raised}"
+
+
+def type_in(line: str) -> Ended:
+    """Run a command that a message advises as a shell would, but in this process. Return how it ended."""
+    ended = Ended(0, "", "")
+    for part in line.split(" && "):
+        match shlex.split(part):
+            case ["mkdir", "-p", folder]:
+                Path(folder).mkdir()
+            case ["mv", pattern, folder]:
+                for path in Path(pattern).parent.glob(Path(pattern).name):
+                    shutil.move(path, folder)
+            case ["shardprep", *words]:
+                ended = call_main(*words)
+            case words:
+                raise AssertionError(f"no command of ours: {words}")
+    return ended
 
 
 def open_loader(data: Any, batch_size: int = 4, **arguments: Any) -> TokenLoader:

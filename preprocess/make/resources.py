@@ -142,6 +142,7 @@ class WorkerSettings(InputSettings):
     memory_gb: float | None = option(
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group="resources"
     )
+    again: bool = option(False, "make shards again that are done, such as damaged ones", group="resources")
     max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; not a flag
 
     def __post_init__(self) -> None:

@@ -29,23 +29,26 @@ from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
-from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts
-from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
+from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts, advice_about
+from shardprep.console import Progress, counted, guard_streams, quoted, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.manifest import Manifest, RunFacts
-from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files, need_plan
+from shardprep.format.plan import (
+    EngineName,
+    Plan,
+    PlannedShard,
+    check_tokenizer_files,
+    need_plan,
+)
 
 if TYPE_CHECKING:  # a task of one shard does without them
     from shardprep.format.jobs import Failure
 
 _MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
 _MAX_NAMED_INPUTS = 3  # of a shard, in the log
-# Reason why documents are left out -> the flag that is probably wrong.
-_LIKELY_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
-_LIKELY_FLAG["undecodable"] = "--encoding"
 _SLURM_VARIABLES = [
     f"SLURM_{name}" for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 ]
@@ -60,7 +63,7 @@ def make_shard(
     # Open the plan. If the shard is done, nothing else is loaded.
     plan = need_plan(folder).at(settings.input_dir)
     shard = plan.shard(shard_id)
-    if finished_manifest(folder, plan.plan_id, shard_id):
+    if finished_manifest(folder, plan.plan_id, shard_id) and not settings.again:
         say(f"shard {shard_id:05d} is done already")
         return 0
     say(input_line(plan, shard))
@@ -161,7 +164,9 @@ class Worker:
         try:
             return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
-            if (manifest := finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)) is None:
+            manifest = finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)
+            # With --again the manifest may be the one that this attempt should replace.
+            if manifest is None or self.settings.again:
                 raise
             return manifest
 
@@ -240,18 +245,22 @@ class Worker:
             return
         quarantine.sync()
         quarantine.publish()
-        first = next(bad for bad in counting.bad if not names.is_chosen(bad.reason))
-        flags = sorted({_LIKELY_FLAG[reason] for reason in counting.bad_reasons & {*_LIKELY_FLAG}})
-        hint = f"Is {' or '.join(flags)} wrong? " if flags else ""
-        remedy = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
+        bad = [each for each in counting.bad if not names.is_chosen(each.reason)]
         found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
+        # First how to look at them, then how to mend them, and last how to accept the loss.
+        remedy = f"head -n 3 {quoted(quarantine.path)}"
+        advice = " ".join(advice_about(bad, self.plan.options))
+        if counting.bad_fraction < 1:
+            enough = min(int(counting.bad_fraction * 100) + 1, 100) / 100
+            advice += f" To accept the loss: --max_bad_fraction {enough:g}"
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) left out "
-            f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}; {quarantine.path} lists "
-            f"them, first: {first.detail}. {hint}Otherwise correct the input and plan again, or accept them: "
-            f"{remedy}"
+            f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}. The first is "
+            f"{names.place_text(bad[0].source, bad[0].source_offset)}: {bad[0].detail}. To see them, run: "
+            f"{remedy}. {advice}"
         )
-        raise BadInput(message, path=quarantine.path, found=found, expected=expected, remedy=remedy)
+        fields = {"found": found, "expected": expected, "advice": advice, "remedy": remedy}
+        raise BadInput(message, path=quarantine.path, **fields)
 
 
 def load_engine(plan: Plan, folder: DataFolder, wanted: EngineName, warn: Callable[[str], None]) -> Engine:

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from preprocess.plan.other_files import advice_about, ascii_if_odd
 from preprocess.plan.table_versions import (
     TableOfOthers,
     former_files,
@@ -43,16 +44,14 @@ from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
 from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
 
-_UNKNOWN = "unknown suffix"
+_UNKNOWN, _UNDERSCORE = "unknown suffix", "begins with _"
 _UNFINISHED = "unfinished folder"
 # How a user can take names that are left out, by the reason in plan.json.
 _REMEDIES = {
-    _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
     "file of a repository": "; --also '{pattern}' takes it",
     "cache of datasets": "; --also '{pattern}' takes it",
     _UNFINISHED: "; its writer would have renamed it: rename it, or --also '{pattern}' takes it",
     "hidden": "; rename it if it is an input",
-    "begins with _": ", as Spark does; --also '{pattern}' takes it",
     "folder": "; --recursive takes the files in it",
     "link to a folder": "; --recursive --follow_links takes the files in it",
     "compressed form of a file that is taken": "; rename it if its text is different",
@@ -100,7 +99,7 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     listing.left_out = {reason: sorted(listing.left_out[reason]) for reason in sorted(listing.left_out)}
     if not listing.taken:
         nothing = f"--input_dir {input_dir} has no .txt file, nor any other input ({known_suffixes()})"
-        message = "; ".join([nothing, *left_out_lines(listing.left_out)])
+        message = "; ".join([nothing, *left_out_lines(listing.left_out, input_dir)])
         raise NotFound(message, path=input_dir, expected=known_suffixes())
     for each in map(str, (input_dir.resolve(), *listing.paths)):  # as a plan has them
         if each.encode(errors="ignore").decode() != each:
@@ -232,7 +231,7 @@ def _why_left_out(name: str, *, is_file: bool) -> str:
     if name.startswith("."):
         return "AppleDouble" if is_file and name.startswith("._") else "hidden"
     if name.startswith("_") and "=" not in name:  # a partition may have such a name: _year=2026
-        return "begins with _"
+        return _UNDERSCORE
     if not is_file:
         return _UNFINISHED if name.lower().endswith(_UNFINISHED_ENDINGS) else ""
     if known_input_kind(name) is None:
@@ -274,14 +273,15 @@ def split_of(path: str) -> str:
     return ""
 
 
-def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
+def left_out_lines(left_out: Mapping[str, Sequence[str]], input_dir: Path) -> list[str]:
     """Return a line per reason: how many names are left out, the first ones, and how to take them."""
     lines = []
     for reason, names in left_out.items():
-        first = Path(names[0])
-        pattern = f"*{first.suffix}" if reason == _UNKNOWN and first.suffix else first.name
-        remedy = _REMEDIES.get(reason, "").format(pattern=pattern if pattern.isprintable() else "PATTERN")
-        shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:_NUM_SHOWN])
+        name = Path(names[0]).name
+        remedy = _REMEDIES.get(reason, "").format(pattern=name if name.isprintable() else "PATTERN")
+        if reason in (_UNKNOWN, _UNDERSCORE):
+            remedy = advice_about(names, input_dir, _beginning_of_text)
+        shown = ", ".join(map(ascii_if_odd, names[:_NUM_SHOWN]))
         lines.append(f"left out ({reason}): {len(names)}, such as {shown}{remedy}")
     return lines
 
@@ -344,8 +344,10 @@ def divide_inputs(
     empty = [item.path for item in inputs if not item.num_bytes]
     are_empty = f"; {len(empty)} of them are empty, such as {empty[0]}" if empty else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{are_empty}")
-    for line in left_out_lines(listing.left_out):
+    for line in left_out_lines(listing.left_out, config.input_dir):
         say(line)
+    if config.encoding != "utf-8" and all(input_kind(item.path).format.has_fields for item in inputs):
+        say(f"warning: --encoding {config.encoding} is for .txt, and no input is one; JSON is read as UTF-8")
     num_files = Counter(split_of(item.path) for item in inputs)
     named = [name for name in SPLITS if num_files[name]]
     if len(named) > 1 and not config.split:

@@ -34,8 +34,8 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
-from preprocess.read.documents import Documents, RangeReader, Texts, read_records
-from preprocess.read.text_fields import RecordFields, UnusableText
+from preprocess.read.documents import Documents, RangeReader, Texts, advice_about, read_records
+from preprocess.read.text_fields import RecordFields, UnusableText, from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.child_process import call_in_child
@@ -245,8 +245,9 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
             fingerprint = names.fingerprint_of(names.load_json(raw))
         if fingerprint != plan.tokenizer.fingerprint:
             found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
-            expected = f"{plan.tokenizer.model_id}: leave --model_id out, or use a new --output_dir"
-            raise errors.OtherTokenizer(path=folder, found=found, expected=expected, remedy="--output_dir")
+            fields = {"found": found, "expected": plan.tokenizer.model_id, "remedy": "--output_dir"}
+            advice = "leave --model_id out, or use a new --output_dir"
+            raise errors.OtherTokenizer(path=folder, advice=advice, **fields)
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
 
@@ -328,10 +329,11 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         differing = [f"{where}{error.found or error}"]
     if differing:
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-        expected = f"the {counted(len(planned), 'planned input file')}: bring them back, or plan new ones in "
-        expected += "a folder of their own, with another --output_dir, and give the loader a list of folders"
-        found_now = "; ".join(differing[:_NUM_NAMED]) + more
-        raise errors.Refused(path=input_dir, found=found_now, expected=expected, remedy="--output_dir")
+        expected = f"the {counted(len(planned), 'planned input file')}"
+        advice = "bring them back, or plan new ones in a folder of their own, with another --output_dir, and "
+        advice += "give the loader a list of folders"
+        fields = {"found": "; ".join(differing[:_NUM_NAMED]) + more, "expected": expected, "advice": advice}
+        raise errors.Refused(path=input_dir, remedy="--output_dir", **fields)
 
 
 _NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled
@@ -409,7 +411,7 @@ def measure(
         cpu_s = time.process_time() - began
         manifest = writer.commit(RunFacts())
     counting = writer.counting
-    _check_fields(plan, counting)
+    _check_sample(plan, counting)
     warnings = []
     if counting.bad_fraction > plan.max_bad_fraction:
         what = f"are left out ({', '.join(sorted(counting.bad_reasons))})"
@@ -439,6 +441,10 @@ def measure(
     if num_shards >= max(_MANY_SHARDS, 2 * fewer) and plans.is_one_file_a_shard(plan):
         each_one = f"each of {num_shards} input files is a shard of its own, and so a task"
         warnings.append(f"{each_one}; for even shards plan into a new folder with --num_shards {fewer}")
+    num_full = num_shards - sizes.count(0)
+    if 0 < num_full < num_shards and not plans.is_one_file_a_shard(plan):
+        empty = f"{num_shards - num_full:,} of {counted(num_shards, 'shard')} will be empty"
+        warnings.append(f"{empty}: the input has too few lines, rows or files; --num_shards {num_full}?")
     each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{min(sizes)}"
     text = (
         f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
@@ -449,11 +455,58 @@ def measure(
     return [text, *(f"warning: {warning}" for warning in warnings), *notes], output_bytes
 
 
-def _check_fields(plan: Plan, counting: Counting) -> None:
-    """Raise BadInput, with the fields that were found, if no record of the sample has the text's field."""
-    lacks_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
-    if counting.num_documents or not lacks_field or plan.max_bad_fraction == 1:
+def _check_sample(plan: Plan, counting: Counting) -> None:
+    """Raise BadInput, with what to change, if no document of the sample is usable."""
+    unusable = [bad for bad in counting.bad if not names.is_chosen(bad.reason)]
+    if counting.num_documents or not unusable or plan.max_bad_fraction == 1:
         return
+    if {bad.reason for bad in unusable} <= {"no_field", "wrong_type"}:
+        _check_fields(plan)
+    first = unusable[0]
+    reasons = ", ".join(sorted({bad.reason for bad in unusable}))
+    found = f"all documents of a sample, {len(unusable):,}, would be left out ({reasons}), and the limit is "
+    found += f"{plan.max_bad_fraction:.2%}"
+    advice = " ".join(advice_about(unusable, plan.options))
+    keys = _keys_of_messages(plan) if plan.options.is_chat and not plan.options.transform_sha256 else []
+    if keys and not {"role", "content"} <= {*keys}:
+        found += f"; their messages have the keys {', '.join(keys)}"
+        advice = f"plan with --transform FILE in place of --text_field: {_mapping(plan, keys)}"
+    found += f"; the first is {names.place_text(first.source, first.source_offset)}: {first.detail}"
+    wanted = "messages with role and content" if plan.options.is_chat else "usable documents"
+    raise errors.BadInput(path=plan.input_dir, found=found, expected=wanted, advice=advice)
+
+
+def _keys_of_messages(plan: Plan) -> list[str]:
+    """Return the keys of the first message in the sampled records, or []."""
+    path = tuple(plan.options.text_field.split("."))
+    for record in _sampled_records(plan):
+        messages = value_at(record, path)
+        if isinstance(messages, str):
+            messages = from_json(messages)
+        if isinstance(messages, list) and messages and isinstance(messages[0], dict):
+            return [printable(str(key)) for key in messages[0]][:_NUM_SHOWN]
+    return []
+
+
+def _mapping(plan: Plan, keys: list[str]) -> str:
+    """Return a function for --transform, in one line, that gives messages their usual keys."""
+    speaker, said = ("from", "value") if {"from", "value"} <= {*keys} else ("SPEAKER", "TEXT")
+    roles = "{'human': 'user', 'gpt': 'assistant'}"
+    message = f"{{'role': {roles}.get(m['{speaker}'], m['{speaker}']), 'content': m['{said}']}}"
+    field = "".join(f"[{name!r}]" for name in plan.options.text_field.split("."))
+    return f"def transform(record): return [{message} for m in record{field}]"
+
+
+def _sampled_records(plan: Plan) -> list[Any]:
+    """Return records from the beginning of the first input."""
+    item = next(item for item in plan.inputs if item.num_bytes)
+    part = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
+    documents = next(read_records([part], RecordFields(plan.options), _SAMPLE_BYTES // _NUM_PLACES), None)
+    return list(documents.columns.get("record", ())) if documents else []
+
+
+def _check_fields(plan: Plan) -> None:
+    """Raise BadInput with the fields of the records, which lack that of the text, if they have any."""
     options = plan.options
     num_chars: Counter[str] = Counter()  # characters in the strings of each field
     flags: list[str] = []  # that would take the text, the best one first
@@ -467,10 +520,7 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
                 field = "" if place + name == "messages" else f" --text_field {place}{name}"
                 flags.append(f"--record chat{field}")
 
-    item = next(item for item in plan.inputs if item.num_bytes)
-    part = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
-    documents = next(read_records([part], RecordFields(options), _SAMPLE_BYTES // _NUM_PLACES), None)
-    for record in documents.columns.get("record", ()) if documents else ():
+    for record in _sampled_records(plan):
         look_at(record)
     if not num_chars:
         return
@@ -478,9 +528,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     flags = list(dict.fromkeys(flags)) or ["--text_field NAME"]
     fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_SHOWN])
     kind = "a list of messages" if options.is_chat else "a string"
+    wanted = options.text_template or options.text_field
     found = f"a sample of records with the fields {fields}"
-    expected = f"{(options.text_template or options.text_field)!r} as {kind}; plan with {', or '.join(flags)}"
-    raise errors.BadInput(path=plan.input_dir, found=found, expected=expected, remedy=flags[0])
+    expected, advice = f"{wanted!r} as {kind}", f"plan with {', or '.join(flags)}"
+    raise errors.BadInput(path=plan.input_dir, found=found, expected=expected, advice=advice, remedy=flags[0])
 
 
 @contextlib.contextmanager

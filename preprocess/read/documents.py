@@ -91,8 +91,8 @@ class OpenInput:
                 raise
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 found = "a broken link"
-            expected = "a regular file that can be read; restore it, or move it away"
-            raise NotFound(path=path, found=found, expected=expected) from None
+            expected, advice = "a regular file that can be read", "restore it, or move it away"
+            raise NotFound(path=path, found=found, expected=expected, advice=advice) from None
         self.stamp = self._status()
 
     def read(self, start: int, end: int) -> bytes:
@@ -119,8 +119,8 @@ class OpenInput:
         found = self._status()
         if found != self.stamp:
             changed = f"a file that changed while it was read: {found}"
-            expected = f"{self.stamp}; run this again once it no longer changes, or plan into a new folder"
-            raise Refused(path=self.path, found=changed, expected=expected)
+            advice = "run this again once it no longer changes, or plan into a new folder"
+            raise Refused(path=self.path, found=changed, expected=self.stamp, advice=advice)
 
     def _status(self) -> Stamp:
         try:
@@ -189,8 +189,9 @@ class RangeReader:
             return
         found = sample_sha256(self.file)
         if (size, found) != (planned.num_bytes, planned.sha256):
-            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned; {_RESTORE}"
-            raise Refused(path=part.path, found=f"{size} bytes with sample {found[:12]}", expected=expected)
+            sampled = f"{size} bytes with sample {found[:12]}"
+            expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned"
+            raise Refused(path=part.path, found=sampled, expected=expected, advice=_RESTORE)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end). Raises ReadWriteError."""
@@ -344,6 +345,29 @@ class BadDocument:
     source_label: str = ""  # source that its record names; "": the source of its file
 
 
+# Reasons why documents are left out if the field of the text is the wrong one.
+_WRONG_FIELD = ("no_field", "null_field", "wrong_type")
+
+
+def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
+    """Return sentences about what to change so that documents are not left out, by their reasons."""
+    reasons: set[tuple[str, bool]] = set()  # with whether the input has fields, unlike plain text
+    for each in bad:
+        reasons.add((each.reason, input_kind(each.source).format.has_fields))
+    found: list[str] = []
+    if any((reason, True) in reasons for reason in _WRONG_FIELD) and options.text_field:
+        found.append(
+            f"If --text_field {options.text_field} is wrong, plan into a new folder with the right one."
+        )
+    if ("undecodable", False) in reasons:
+        found.append(f"If --encoding {options.encoding} is wrong, plan into a new folder with the right one.")
+    if ("undecodable", True) in reasons:
+        found.append("JSON and tables are read as UTF-8: convert such files with iconv -f ENCODING -t utf-8.")
+    if found:
+        return [*found, "If not, correct the input and plan again."]
+    return ["Correct the input and plan again."]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Documents:
     """A batch: consecutive documents of one input. Empty lines are counted, but are not documents."""
@@ -444,7 +468,7 @@ class DocumentReader:
         if digest is not None and digest.hexdigest() != shard.sha256:
             names = ", ".join(str(part.path) for part in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
-            raise Refused(path=names, found=found, expected=f"{str(shard.sha256)[:12]}; {_RESTORE}")
+            raise Refused(path=names, found=found, expected=str(shard.sha256)[:12], advice=_RESTORE)
 
     def of_ranges(
         self,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shlex
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,7 @@ from preprocess.read.user_code import CodeFiles, UserCode
 from shardprep import LeaveOut
 from shardprep.errors import ReadWriteError, Refused, UsageError
 from shardprep.files import NOT_THERE
+from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.plan import PlanOptions
@@ -204,8 +206,8 @@ def transform_of(data_dir: DataFolder, options: PlanOptions, path: Path | None) 
         return None
     if path is None:
         found = f"a plan with a function for documents (sha256 {planned[:12]}), but no file with it"
-        expected = "--transform FILE"
-        raise UsageError(path=data_dir, found=found, expected=expected, remedy=expected)
+        flags = shlex.join(commands.flags_of_input(data_dir))
+        raise UsageError(path=data_dir, found=found, expected=f"its file: {flags}", remedy=flags)
     if not planned:
         expected = "none, as the plan has no function; or plan with it into a new folder"
         raise UsageError(found=f"--transform {path}", expected=expected)

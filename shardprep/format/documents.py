@@ -39,7 +39,7 @@ import numpy.typing as npt
 from shardprep import errors, files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import Digest, FileStamp
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import read_side_file, side_file_lines
 from shardprep.format.names import Count
@@ -365,7 +365,7 @@ def unmatched_names(
                     return None
                 raw = bytes.fromhex(entry.detail.removeprefix(EXCLUDED_DETAIL))
             except (msgspec.MsgspecError, ValueError):
-                remedy = names.remake_command(shard_id, folder)
+                remedy = commands.shard_again(shard_id, folder)
                 raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
             positions = listed.find(_as_digests(path, raw))
             is_matched[positions[positions >= 0]] = True
@@ -425,7 +425,7 @@ def kept_ids(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Iterator[tu
         try:
             yield _KEPT_ID.decode(line)
         except (msgspec.MsgspecError, ValueError):
-            path, remedy = folder.path_of(name), names.remake_command(shard_id, folder)
+            path, remedy = folder.path_of(name), commands.shard_again(shard_id, folder)
             raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 
@@ -475,7 +475,7 @@ def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocu
         raise
     if (found.plan_id, found.shard_id) != (plan_id, shard_id):
         other = f"shard {found.shard_id} of plan {found.plan_id[:12]}"
-        raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}; {advice}")
+        raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}", advice=advice)
     if len(found.inputs) != len(found.offsets):
         raise names.wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as in inputs")
     return found

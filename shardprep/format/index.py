@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from shardprep import errors
 from shardprep.files import NOT_THERE, errors_named, with_retries
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
 from shardprep.format.names import Count, DatasetSpec, Text
@@ -106,7 +106,7 @@ class IdxFile:
             try:
                 self.file = opened.enter_context(folder.open(name))
             except NOT_THERE:
-                raise names.missing_file(folder, name, shard_id) from None
+                raise commands.missing_file(folder, name, shard_id) from None
             found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
             if len(found) < HEADER_BYTES or found[:8] != header[:8]:
                 raise self._error(errors.BrokenShard, f"not an idx: begins {found[:8]!r}", f"{header[:8]!r}")
@@ -156,7 +156,7 @@ class IdxFile:
         return records[rows.start - first : rows.stop - first]
 
     def _error(self, kind: type[errors.ShardprepError], found: str, expected: object = None) -> Exception:
-        remedy = names.remake_command(self._shard_id, self._folder)
+        remedy = commands.shard_again(self._shard_id, self._folder)
         return kind(path=self.file.path, found=found, expected=expected, remedy=remedy)
 
 
@@ -250,17 +250,19 @@ class ShardSamples:
         self.folder = folder
         name = names.tar_name(shard_id)
         self.path = folder.path_of(name)
-        self._remedy = names.remake_command(shard_id, folder)
         try:
             with errors_named(self.path):
                 self._tar = folder.open(name)
         except NOT_THERE:
-            raise names.missing_file(folder, name, shard_id) from None
+            raise commands.missing_file(folder, name, shard_id) from None
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
             found = f"{self._tar.num_bytes} bytes, with no place for sample {int(wrong.argmax())} of the idx"
-            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy)
+            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy())
+
+    def _remedy(self) -> str:
+        return commands.shard_again(self.shard_id, self.folder)
 
     def __enter__(self) -> ShardSamples:
         return self
@@ -325,7 +327,7 @@ class ShardSamples:
                 yield from ids_of(self.spec, part, self._read)
         except (ValueError, OverflowError) as error:
             found = f"token ids that cannot be read ({error})"
-            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
+            raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy()) from None
 
 
 def ids_of(
@@ -460,7 +462,7 @@ def merge_manifests(folder: DataFolder, manifests: Iterable[Manifest]) -> Datase
         if manifest.spec != spec:
             path = folder.path_of(names.manifest_name(manifest.shard_id))
             found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, like the others"
-            remedy = names.remake_command(manifest.shard_id, folder)
+            remedy = commands.shard_of_other_plan(manifest.shard_id, folder)
             raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
         counts = manifest.counts
         numbers = (counts.num_samples, counts.num_documents, counts.num_tokens)
@@ -493,9 +495,9 @@ def read_index(folder: DataFolder) -> DatasetIndex:
     except NOT_THERE:
         present = manifest_ids(folder)
     except errors.BrokenShard as error:
-        error.remedy = f"shardprep verify {errors.quoted(folder)}"
+        error.remedy = commands.on("verify", folder)
         raise
-    remedy = f"shardprep run {errors.quoted(folder)}"
+    remedy = commands.run(folder)
     if not present and folder.size_of(names.PLAN_NAME) is not None:
         raise errors.NotFound(path=folder, found="a plan without shards", remedy=remedy)
     if not present:

@@ -31,7 +31,7 @@ from msgspec import Meta
 from shardprep import errors, files
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest, FileStamp
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import Count, DatasetSpec, Seconds, Text
 
@@ -181,9 +181,9 @@ def read_manifest(folder: DataFolder, shard_id: int) -> Manifest:
     try:
         return names.read_file(folder, name, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
     except files.NOT_THERE:
-        raise names.missing_file(folder, name, shard_id) from None
+        raise commands.missing_file(folder, name, shard_id) from None
     except errors.BrokenShard as error:
-        error.remedy = names.rerun_command(shard_id, folder)
+        error.remedy = commands.shard(shard_id, folder)
         raise
 
 
@@ -198,10 +198,10 @@ def check_shard(folder: DataFolder, shard_id: int, plan_id: str) -> Manifest:
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
         path = folder.path_of(names.manifest_name(shard_id))
-        remedy = names.remake_command(shard_id, folder)
-        expected = f"shard {shard_id} of plan {plan_id[:12]}; use a new folder for other inputs or options, "
-        expected += "or make this shard again"
-        raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
+        remedy = commands.shard_of_other_plan(shard_id, folder)
+        expected = f"shard {shard_id} of plan {plan_id[:12]}"
+        advice = "use a new folder for other inputs or options, or move this shard away"
+        raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
 
@@ -221,13 +221,13 @@ def check_sizes(
     for name, stamp in shard_files(manifest, which):
         found = folder.size_of(name)
         if found is None:
-            raise names.missing_file(folder, name, manifest.shard_id)
+            raise commands.missing_file(folder, name, manifest.shard_id)
         if found != stamp.num_bytes:
             raise errors.BrokenShard(
                 path=folder.path_of(name),
                 found=f"{found} bytes",
                 expected=stamp.num_bytes,
-                remedy=names.rerun_command(manifest.shard_id, folder),
+                remedy=commands.shard_without(name, manifest.shard_id, folder),
             )
 
 
@@ -237,7 +237,7 @@ def check_hashes(folder: DataFolder, manifest: Manifest, tar_sha256: str) -> Non
         try:
             found = tar_sha256 if stamp is manifest.tar else folder.stamp_of(name).sha256
         except files.NOT_THERE:
-            raise names.missing_file(folder, name, manifest.shard_id) from None
+            raise commands.missing_file(folder, name, manifest.shard_id) from None
         if found != stamp.sha256:
             raise other_hash(folder, name, manifest.shard_id, found, stamp)
 
@@ -250,7 +250,7 @@ def other_hash(
         path=folder.path_of(name),
         found=f"sha256 {found[:12]}",
         expected=stamp.sha256[:12],
-        remedy=names.remake_command(shard_id, folder),
+        remedy=commands.shard_again(shard_id, folder),
     )
 
 
@@ -262,7 +262,7 @@ def read_side_file(folder: DataFolder, name: str, shard_id: int, stamp: FileStam
     try:
         raw = folder.read(name, max_bytes=stamp.num_bytes)
     except files.NOT_THERE:
-        raise names.missing_file(folder, name, shard_id) from None
+        raise commands.missing_file(folder, name, shard_id) from None
     found = hashlib.sha256(raw).hexdigest()
     if found != stamp.sha256:
         raise other_hash(folder, name, shard_id, found, stamp)
@@ -280,7 +280,7 @@ def side_file_lines(folder: DataFolder, name: str, shard_id: int, stamp: FileSta
             digest.update(line)
             yield line
     except files.NOT_THERE:
-        raise names.missing_file(folder, name, shard_id) from None
+        raise commands.missing_file(folder, name, shard_id) from None
     if digest.hexdigest() != stamp.sha256:
         raise other_hash(folder, name, shard_id, digest.hexdigest(), stamp)
 
@@ -357,7 +357,7 @@ def refuse_found(folder: DataFolder, findings: Mapping[int, Finding], shard_ids:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its remedy is for one shard
         found = f"shard {wrong[0]:05d}{more} is not done, because verify found it wrong: {what}"
-        raise errors.BrokenShard(path=folder, found=found, remedy=f"shardprep run {errors.quoted(folder)}")
+        raise errors.BrokenShard(path=folder, found=found, remedy=commands.run(folder))
 
 
 def refuse_other_plan(folder: DataFolder, plan_id: str) -> bool:
@@ -369,8 +369,8 @@ def refuse_other_plan(folder: DataFolder, plan_id: str) -> bool:
     match = _PLAN_ID.search(folder.read_beginning(names.PLAN_NAME, 400))
     if match and match[1].decode() != plan_id:
         path, found = folder.path_of(names.PLAN_NAME), f"plan {match[1].decode()[:12]}"
-        expected = f"{plan_id[:12]}, like its shards; restore the plan, or move plan or shards away"
-        raise errors.OtherPlan(path=path, found=found, expected=expected)
+        expected, advice = f"{plan_id[:12]}, like its shards", "restore the plan, or move plan or shards away"
+        raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice)
     return match is not None
 
 
@@ -445,7 +445,7 @@ def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
         return {}
     except errors.BrokenShard as error:
         # Nobody knows any more which shards were wrong, or how thorough the check was that found them.
-        error.remedy = f"shardprep verify {errors.quoted(folder)} --deep all"
+        error.remedy = commands.on("verify", folder, "--deep", "all")
         error.advise("only a verify that makes every shard again can clear it")
         raise
     if file.plan_id != plan_id:
@@ -512,7 +512,9 @@ def publish_findings(
     except OSError as error:
         path = folder.path_of(names.INDEX_NAME)
         found = f"some shards are wrong, and it cannot be removed: {error.strerror}"
-        raise errors.ReadWriteError(path=path, found=found, expected="no such file; remove it") from None
+        raise errors.ReadWriteError(
+            path=path, found=found, expected="no such file", advice="remove it"
+        ) from None
 
 
 def _manifest_sha256(folder: DataFolder, shard_id: int) -> str:

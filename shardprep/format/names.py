@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shardprep.errors import BrokenShard, MissingShard, UnknownVersion, UsageError, quoted
+from shardprep.errors import BrokenShard, UnknownVersion, UsageError
 from shardprep.files import Digest
 from shardprep.folders import Folder
 
@@ -122,24 +121,6 @@ def source_of_path(path: str) -> str:
 def document_key(shard_id: int, line: int) -> str:
     """Return the key of a document, from its shard and its line or row in the shard's input, from 0."""
     return f"sample_{shard_id}_{line:08d}"
-
-
-def rerun_command(shard_id: int, folder: str | os.PathLike[str]) -> str:
-    """Return the command that makes one shard again."""
-    return f"shardprep --shard_id {shard_id} --output_dir {quoted(folder)}"
-
-
-def remake_command(shard_id: int, folder: str | os.PathLike[str]) -> str:
-    """Return the command that replaces a wrong shard, whose manifest has to be removed first."""
-    manifest = os.path.join(folder, manifest_name(shard_id))  # noqa: PTH118 - of any kind of path
-    return f"rm {quoted(manifest)} && {rerun_command(shard_id, folder)}"
-
-
-def missing_file(folder: Folder, name: str, shard_id: int) -> MissingShard:
-    """Build the error for a missing file of a shard."""
-    # A shard is done even without its side files, which are in subfolders.
-    command = remake_command if "/" in name else rerun_command
-    return MissingShard(path=folder.path_of(name), found="missing", remedy=command(shard_id, folder))
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
@@ -409,10 +390,10 @@ def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenS
 def unknown_version(path: Path, found: object) -> UnknownVersion:
     """Build the error for a file of another version, with what to do about it."""
     plan = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
-    expected = f"{FORMAT_VERSION}; install the shardprep that wrote it, or plan again into a new folder"
     remedy = plan if type(found) is int and found < FORMAT_VERSION else None
+    advice = "install the shardprep that wrote it, or plan again into a new folder"
     version = f"format version {_shown(found)}"
-    return UnknownVersion(path=path, found=version, expected=expected, remedy=remedy)
+    return UnknownVersion(path=path, found=version, expected=FORMAT_VERSION, advice=advice, remedy=remedy)
 
 
 def _shown(value: object) -> str:

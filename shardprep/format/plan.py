@@ -32,7 +32,7 @@ from msgspec import Meta
 from shardprep import errors, files
 from shardprep.command_line import option
 from shardprep.files import Digest, FileStamp
-from shardprep.format import names
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
 
@@ -258,8 +258,31 @@ def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] |
         before, after = getattr(planned, item.name), getattr(now, item.name)
         is_compared = given is None or (item.name in given and item.metadata.get("is_in_id", True))
         if is_compared and before != after:
-            differences.append(f"--{item.name} was {before}, now {after}")
+            differences.append(_difference(item.name, before, after))
     return differences
+
+
+# Options that are not flags -> what the user gave.
+_WHAT_IS_GIVEN = {
+    "transform_sha256": "the function of --transform",
+    "excluded": "the list of --exclude",
+    "chat_template": "the chat template",
+    "chat_tokens": "the special tokens of the chat template",
+    "chat_versions": "the libraries that render the chat template",
+    "chat_mask_rule": "the rule of the loss masks",
+    "own_eos": "the tokenizer's own EOS",
+    "blanked": "the list of blanked documents",
+}
+
+
+def _difference(name: str, before: object, after: object) -> str:
+    """Describe how an option differs. Hashes and templates are not shown."""
+    if name not in _WHAT_IS_GIVEN:
+        was, now = (value if value not in ("", None) else "not set" for value in (before, after))
+        return f"--{name} was {was}, now {now}"
+    if not before:
+        return f"{_WHAT_IS_GIVEN[name]} was not set before"
+    return f"{_WHAT_IS_GIVEN[name]} differs" if after else f"{_WHAT_IS_GIVEN[name]} is not set now"
 
 
 def flags_of(options: PlanOptions) -> list[str]:
@@ -606,10 +629,11 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: DataFolder) -> Non
     elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
         differences.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
     others = "the cuts between shards, the tokenizer's special tokens or its library differ"
-    found, remedy = f"plan {frozen.plan_id[:12]}: {'; '.join(differences) or others}", "--output_dir NEW"
-    expected = f"{plan.plan_id[:12]}. A plan never changes: for more data or other options plan into a new "
-    expected += f"folder ({remedy}), and give the loader a list of folders"
-    raise errors.Refused(path=output_dir, found=found, expected=expected, remedy=remedy)
+    found = f"it has another plan: {'; '.join(differences) or others}"
+    remedy = "--output_dir NEW"
+    advice = f"a plan never changes: for more data or other options plan into a new folder ({remedy}), and "
+    advice += "give the loader a list of folders"
+    raise errors.Refused(path=output_dir, found=found, advice=advice, remedy=remedy)
 
 
 def read_plan(output_dir: DataFolder) -> Plan | None:
@@ -630,12 +654,12 @@ def need_plan(output_dir: DataFolder) -> Plan:
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {names.PLAN_NAME}" if output_dir.exists() else "no such folder"
-        raw, made = "RAW", errors.quoted(output_dir)
+        raw, made = "RAW", os.path.abspath(output_dir)  # noqa: PTH100 - Path.resolve() would follow links
         listed = output_dir.names()
         # A folder with raw inputs was probably given as the output folder by mistake.
         if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
-            raw, made = made, errors.quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
-        remedy = f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N"
+            raw, made = made, f"{made}_shards"
+        remedy = commands.plan(raw, made)
         raise errors.NotFound(path=output_dir, found=found, expected=names.PLAN_NAME, remedy=remedy)
     return plan
 
@@ -660,8 +684,9 @@ def _open_plan(folder: DataFolder) -> Plan:
             value = options.pop(name)  # an unknown option that is off changes nothing
             if value not in (False, "", None):  # 0 equals False
                 found = f"options.{name!a} is {value!r:.60}"
-                expected = "an option known here: install the shardprep that planned this, or plan again"
-                raise errors.UnknownVersion(path=path, found=found, expected=expected)
+                advice = "install the shardprep that planned this, or plan again"
+                known = "an option known here"
+                raise errors.UnknownVersion(path=path, found=found, expected=known, advice=advice)
     try:
         with names.type_errors_named(path, data):
             head = msgspec.convert(data, _Head)
@@ -703,9 +728,13 @@ def check_tokenizer_files(folder: DataFolder, planned: dict[str, FileStamp], wan
             kind = errors.OtherTokenizer
         if not found:
             continue
-        expected = "no such file" if stamp is None else _stamp_text(stamp)
-        expected += ", as planned; restore it, or plan again with the same inputs, options and libraries"
-        raise kind(path=folder.path_of(f"{names.TOKENIZER_DIR}/{name}"), found=found, expected=expected)
+        planned_text = "no such file" if stamp is None else _stamp_text(stamp)
+        raise kind(
+            path=folder.path_of(f"{names.TOKENIZER_DIR}/{name}"),
+            found=found,
+            expected=f"{planned_text}, as planned",
+            advice="restore it, or plan again with the same inputs, options and libraries",
+        )
     return content
 
 

@@ -24,14 +24,11 @@ from transformers import (
 )
 
 from loader import CausalLMCollator, UsageError
-from loader.batches import PaddedBatches, PadToken, StepBatches
-from loader.chunks import Chunk, Ragged
-from shardprep.format.names import BLANK
 from tests.attention_families import small_model
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import epoch_of, ids_of, open_loader, refuses
+from tests.world import World, epoch_of, ids_of, open_loader, refuses
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -238,17 +235,19 @@ def test_batches_without_targets_are_warned_of_once(
 # Rows, labels and shifted targets
 
 
-def test_a_shifted_row_that_is_blank_but_for_its_last_token_keeps_an_attended_place() -> None:
+def test_a_shifted_row_that_is_blank_but_for_its_last_token_keeps_an_attended_place(tmp_path: Path) -> None:
     """Its last token is a label alone."""
-    rows = np.array([[BLANK, BLANK, 5], [BLANK, BLANK, BLANK], [7, BLANK, 5], [7, 8, 9]], np.int32)
-    padded = PaddedBatches(pad=PadToken(token="p", token_id=3, reason=""), has_blanks=True)
-    chunk = Chunk(
-        lengths=np.full((4, 1), 3, np.int32),
-        ids=Ragged.of_rows(rows.reshape(-1), np.arange(0, 12, 3)[:, None], 3),
-    )
-    ((batch, _),) = StepBatches(batch_size=4, padded=padded, shifts_targets=True).of_tick(chunk, 0, 0)
-    assert batch["attention_mask"].tolist() == [[1, 0], [1, 0], [1, 0], [1, 1]]
-    assert batch["labels"].tolist() == [[-100, -100], [-100, -100], [-100, -100], [8, 9]]
+    world = World(tmp_path).raw({"a.txt": "the\nkettle\n" * 2}).make(record="packed", seq_len=3, num_shards=1)
+    (tmp_path / "ids").write_text("at:a.txt:0\n")  # the row of the first document, its EOS and the second one
+    new = world.blanked(tmp_path / "ids", tmp_path / "new")
+    options: dict[str, Any] = {"shuffle": False, "targets": "shifted"}
+    with (
+        open_loader(world.data_dir, 2, **options) as whole,
+        open_loader(new.data_dir, 2, **options) as loader,
+    ):
+        plain, batch = next(iter(whole)), next(iter(loader))
+    assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
+    assert batch["labels"].tolist() == [[-100, -100], plain["labels"][1].tolist()]
 
 
 def test_boundaries_of_padded_documents_exclude_the_padding(sets: DataSets) -> None:

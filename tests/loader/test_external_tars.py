@@ -12,13 +12,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import webdataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from loader import BrokenShard, ShardprepError, tokenizer
+from loader import BrokenShard, ShardprepError
 from tests.external_tars import write_numbered_data, write_numbered_tars, write_tar
 from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
@@ -363,8 +365,9 @@ def test_tars_that_name_no_model_are_read_with_the_tokenizer_of_llama_3(
     """As in a call get_llama3_dataloader(tars, batch_size=4). Beside a data set a model must be named."""
     folder = write_numbered_data(tmp_path, 8, 1)
     named: list[str] = []
-    real = tokenizer._load
-    monkeypatch.setattr(tokenizer, "_load", lambda name: named.append(name) or real(str(folder)))
+    real = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: named.append(name) or folder)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda _, **options: real(folder, **options))
     with caplog.at_level("INFO"), open_loader(folder, 4) as loader:
         assert len(loader) == 2
     assert named == ["meta-llama/Meta-Llama-3-8B"]

@@ -36,7 +36,7 @@ from loader import (
     set_up_training,
 )
 from loader.__main__ import main as show
-from shardprep.removed import ARGUMENTS
+from shardprep.meanings import ARGUMENTS
 from tests import loader_reference
 from tests.forged import rewrite_json
 from tests.oracle.forms import SEQ_LEN, DataSets
@@ -58,7 +58,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     *rows_of({"origins": ("yes", None)}, "True or False"),
     *rows_of({"batch_size": ("2", 0), "seq_len": ("16", True, 0), "max_length": (1.5,)}, "at least 1"),
     *rows_of({"prefetch_factor": (True,), "world_size": (1.0,), "global_batch_size": (8.0,)}, "at least 1"),
-    *rows_of({"pad_to_multiple_of": (True,), "num_workers": (True, "2", -1), "rank": (1.0,)}, "at least 0"),
+    *rows_of({"pad_to_multiple_of": (True, 0)}, "at least 1"),
+    *rows_of({"num_workers": (True, "2", -1), "rank": (1.0,)}, "at least 0"),
     *rows_of({"group_by_length": (-4, 2.5)}, "at least 0"),
     *rows_of({"seed": (1.0,)}, "a whole number"),
     *rows_of({"model_id": (4, b"x"), "collate_fn": (5,), "cache_dir": (b"x",)}, "a "),
@@ -93,7 +94,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error_with_all_names(nam
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_removed_argument_is_refused_with_what_to_do_instead(name: str) -> None:
+def test_an_argument_of_another_loader_is_refused_with_what_to_do_instead(name: str) -> None:
     make: Any = get_llama3_dataloader
     with pytest.raises(TypeError) as raised:
         make("DATA", 4, **{name: 1})
@@ -340,7 +341,7 @@ def test_a_set_that_holds_nothing_out_is_for_validation_only_if_somebody_said_so
     text = {"a.txt": "of a kettle\n" * 20, "x-validation.txt": "of a lake\n" * 20}
     world = World(tmp_path).raw(text).make(num_shards=1)
     planned = World(tmp_path, data_dir=tmp_path / "a side").make(num_shards=1, split="validation")
-    named = world.copy(tmp_path / "web_val")
+    named = World(tmp_path, data_dir=tmp_path / "web_val").make(num_shards=1)
     refused: list[Any] = [
         world.data_dir,
         [named.data_dir, world.data_dir],

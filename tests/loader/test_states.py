@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from loader import OtherRun, OtherTokenizer, TokenLoader, UsageError
-from loader.run import checksum_of
 from tests.external_tars import write_numbered_tars
+from tests.forged import checksum_of_state
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import ids_of, open_loader, refuses
 
@@ -42,7 +42,7 @@ def load(data: Path, batch_size: int = 8, **options: Any) -> TokenLoader:
 
 def signed(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an edited state with the checksum of its values."""
-    return {**state, "checksum": checksum_of(state)}
+    return {**state, "checksum": checksum_of_state(state)}
 
 
 def numbers(batch: Any) -> list[int]:

@@ -183,8 +183,9 @@ def test_a_loop_that_is_restarted_loses_no_global_batch(data: Path, tmp_path: Pa
     with refuses(UsageError):
         trainer.train()
     trainer.args.auto_find_batch_size = False
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError) as raised:
         trainer.train()
+    assert "out of memory" in str(raised.value)
     expected = train_by_hand(data, 6).seen
     assert seen == expected[:3]
     trainer.train()

@@ -238,7 +238,7 @@ def test_a_damaged_list_is_refused_with_a_remedy(worlds: Worlds, evals: Path, tm
     for damaged in (b"[]\n", b"{}\n", whole + b"no json\n", whole[:-9], deep, *forged):
         path.write_bytes(damaged)
         error = overlap(worlds["documents"], evals, tmp_path / "out").error
-        assert (type(error), error and error.remedy) == (BrokenShard, f"rm {path}")
+        assert (type(error), error and error.remedy) == (BrokenShard, f"mv {path} {path}.damaged")
 
 
 def test_overlap_needs_only_a_plan_and_refuses_changed_inputs(evals: Path, tmp_path: Path) -> None:
@@ -400,8 +400,8 @@ def test_data_sets_with_other_functions_and_moved_inputs_are_compared(tmp_path: 
     # The command that comes next works as it is printed.
     printed = call_main("duplicates", *folders, *names, *moved, *functions).out
     (blank,) = (
-        line.partition("shardprep ")[2]
-        for line in printed.replace("# or: ", "\n").split("\n")
+        line.partition("shardprep ")[2].partition("  # ")[0]
+        for line in printed.split("\n")
         if f"blank {folders[1]} " in line
     )
     new = tmp_path / "new"

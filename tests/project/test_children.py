@@ -297,10 +297,11 @@ def test_the_loader_refuses_a_costly_tokenizer(tmp_path: Path) -> None:
     doubling = COSTLY["a normalizer that doubles a letter 40 times"]
     path.write_text(json.dumps({**data, **doubling, "added_tokens": [*data["added_tokens"], token]}))
     with (
-        pytest.raises(ShardprepError, match=r"tokenizer\.json") as raised,
+        pytest.raises(ShardprepError) as raised,
         open_loader(world.data_dir, 2) as loader,
     ):
         _ = loader.tokenizer
+    assert "tokenizer.json" in str(raised.value)
     assert raised.value.exit_code in (65, 78)
 
 

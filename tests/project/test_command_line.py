@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loader import ensure_prepared
-from shardprep import removed
+from shardprep import meanings
 from shardprep.__main__ import COMMANDS
 from shardprep.errors import UsageError
 from tests import command_reference
@@ -128,6 +128,92 @@ def test_help_imports_no_large_library() -> None:
     run_child([sys.executable, "-c", LIST_LOADED])
 
 
+# What is typed -> words of the hint.
+HINTS = {
+    "run --tokenizer T": "plan --model_id",
+    "plan --tokenizer T": "use --model_id",
+    "plan --workers 4": "run DATA --num_proc",
+    "run DATA --workers 4": "use --num_proc",
+    "run DATA --num_workers=4": "use --num_proc",
+    "submit DATA --workers 4": "--cpus_per_task",
+    "plan --force": "new --output_dir",
+    "run DATA --force": "--again",
+    "plan --packed": "--record packed",
+    "plan --packing": "--record packed --seq_len",
+    "plan --max_length 2048": "max_length=",
+    "run DATA --seq_len 8": "plan --record packed --seq_len",
+    "plan --text_column content": "use --text_field",
+    "plan --dataset allenai/c4": "hf download",
+    "plan --output DATA": "use --output_dir",
+    "plan --shards 4": "use --num_shards",
+    "run DATA --shard 4": "use --shards",
+    "run DATA --num_shards 4": "plan --num_shards",
+    "export DATA --to nanogpt --output OUT": "use --output_dir",
+    "overlap DATA --against E --output_dir OUT --out OUT": "use --output",
+    "plan --recursive True": "takes no value",
+    "verify --data DATA": "word without a flag",
+    "submit DATA --qos long": "--sbatch_args",
+    "submit DATA --mem 4": "use --mem_gb",
+    "run DATA --mem 4": "use --memory_gb",
+    "status DATA --follow": "use --watch",
+    "plan --seed 4": "seed=",
+    "run DATA --resume": "goes on",
+    "plan --dry-rum": "did you mean --dry_run?",
+    "plan --forse": "",
+    "plan --num_shard 3": "did you mean --num_shards?",
+    "tokenize": "use run",
+    "dedup": "use duplicates",
+    "withdraw": "use blank",
+}
+
+
+@pytest.mark.parametrize("words", HINTS)
+def test_a_flag_or_command_of_another_tool_is_refused_with_what_means_it_here(words: str) -> None:
+    shown = call_main(*words.split()).ends(2).err.splitlines()[0]
+    assert HINTS[words] in shown
+    if not HINTS[words]:
+        assert ";" not in shown, "no hint is better than a wrong one"
+
+
+def test_each_hint_names_flags_and_commands_that_exist(helps: dict[str, str]) -> None:
+    every = {"--repo", "--local", "--no"}  # of hf download, and of --no-NAME
+    for text in helps.values():
+        every |= set(re.findall(r"--(?:no-)?[a-z_]+", text.replace("[no-]", "")))
+    every |= {f"--no-{flag[2:]}" for flag in every}
+    num_hints = 0
+    for meaning in meanings.FLAGS:
+        num_hints += 1
+        hints = " ".join((meaning.ours, meaning.otherwise, *meaning.of.values()))
+        assert set(re.findall(r"--(?:no-)?[a-z_]+", hints)) <= every, meaning
+        assert set(" ".join(meaning.of).split()) <= {*COMMANDS}, meaning
+        assert len(set(meaning.typed.split())) == len(meaning.typed.split()), meaning
+    assert num_hints > 60
+    for command in meanings.COMMANDS:
+        assert command in (*COMMANDS, "--version")
+
+
+def test_output_dir_names_the_data_set_wherever_a_word_does(world: World, tmp_path: Path) -> None:
+    data, num_commands = world.data_dir, 0
+    more_of: dict[str, list[object]] = {
+        "logs": ["0"], "report": ["--output", tmp_path / "r.html"], "where": ["--state", tmp_path / "no"],
+        "stage": ["--to", tmp_path / "staged"],
+    }  # fmt: skip
+    for command in ("run", "verify", "peek", "status", "report", "clean", "logs", "where", "cancel", "stage"):
+        more = more_of.get(command, [])
+        as_word = call_main(command, data, *more)
+        for flag in (["--output_dir", data], [f"--output-dir={data}"]):
+            assert call_main(command, *more, *flag).code == as_word.code, command
+        num_commands += as_word.code == 0
+        assert "unrecognized" not in as_word.err
+    assert num_commands >= 7
+    call_main("run", data, "--output_dir", data).ends(2, "unrecognized")
+    call_main("run").ends(2, "DATA")
+
+
+def test_the_version_is_printed_for_both_flags() -> None:
+    assert call_main("-V").ends(0).out == call_main("--version").out == call_main("plan", "--version").out
+
+
 _PATHS = "input_dir|output_dir|output|exclude|transform|chat_template_file|ids|against|to|state"
 PATH_FLAGS = re.compile(rf"^  (--(?:{_PATHS})) [A-Z]+\b", re.MULTILINE)
 
@@ -175,20 +261,6 @@ def test_ensure_prepared_refuses_the_same_paths(value: str) -> None:
         ensure_prepared(value, input_dir="raw", model_id="model")
     with refuses(UsageError, found=f"input_dir {value or repr(value)}"):
         ensure_prepared("data", input_dir=value, model_id="model")
-
-
-def test_a_removed_flag_or_command_is_refused_with_what_to_do_instead(helps: dict[str, str]) -> None:
-    """No flag in a help is listed as removed."""
-    for name, instead in removed.FLAGS.items():
-        *of_command, flag = name.split()
-        call_main(*(of_command or ["report"]), "DATA", f"{flag}=x").ends(2, instead)
-    shown = re.findall(
-        rf"^  (?:-. \S+, )?({'|'.join(removed.FLAGS)})\b", "".join(helps.values()), re.MULTILINE
-    )
-    assert not shown
-    for command, instead in removed.COMMANDS.items():
-        call_main(command).ends(2, instead)
-        assert command not in COMMANDS
 
 
 @pytest.mark.processes

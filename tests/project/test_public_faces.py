@@ -15,7 +15,7 @@ import pytest
 from tests.checkout import PACKAGES, ROOT
 
 # Modules whose names are all public, and public names of other modules.
-PUBLIC_MODULES = {"loader", "lustre", "slurm", "shardprep", "shardprep.errors", "shardprep.removed"}
+PUBLIC_MODULES = {"loader", "lustre", "slurm", "shardprep", "shardprep.errors", "shardprep.meanings"}
 PUBLIC_NAMES = {"main", "COMMANDS"}
 FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]
 

@@ -178,7 +178,9 @@ def test_ids_that_are_no_places_or_missing_are_refused_with_what_to_type(tmp_pat
         for words in (["peek", world.data_dir, "id:i0"], ["blank", world.data_dir, "--ids", names]):
             options = {"output": tmp_path / "new"} if words[0] == "blank" else {}
             ended = world.main(*words, **options).ends(65 if line else 66, path)
-            assert "&& shardprep --shard_id 0" in str(ended.error and ended.error.remedy)
+            remedy = str(ended.error and ended.error.remedy)
+            assert remedy.startswith("shardprep --shard_id 0 ")
+            assert remedy.endswith(" --again")
 
 
 def test_digests_that_end_within_one_are_refused(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ class Interrupt:
             STOP()
 sys.meta_path.insert(0, Interrupt())
 """
-STOPS = [(module, "stop") for module in ("argparse", "msgspec", "shardprep.console", "shardprep.removed")]
+STOPS = [(module, "stop") for module in ("argparse", "msgspec", "shardprep.console", "shardprep.meanings")]
 STOPS.append(("numpy", "stop_in_a_finalizer"))
 STARTED = [
     "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",

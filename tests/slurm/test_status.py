@@ -113,6 +113,10 @@ OF_KIM = (
 )  # fmt: skip
 OF_KIM_AND_OURS = (did("record", "7_1", SLURM_JOB_USER="kim"), did("record", "8_2"))
 ACCEPTING = "--max_bad_fraction"
+LOOK = (
+    "shardprep logs DATA %d  # documents that were left out, and why; correct options or input and plan into "
+    "a new folder, or accept the loss: "
+)
 # Shards 0 to 2 failed three times: bad input, set-up, and another cause before two stops.
 OFTEN: Sequence[Step] = (
     *failures(0, *[ended(65)] * 3), *failures(1, *[ended(2)] * 3), *failures(2, ended(74), *[ended(75)] * 2),
@@ -203,7 +207,8 @@ CASES = {
                lambda desk: desk.patch.setenv("PATH", str(desk.data))]),
     "away, and nobody submitted": Case(given=[away], next="shardprep run DATA", ends=74),
     "away, and a run left too many out": Case(
-        given=[run_that_left_too_many_out, away], next="shardprep run DATA --max_bad_fraction 0.06", ends=74),
+        given=[run_that_left_too_many_out, away], next=f"{LOOK % 1}shardprep run DATA {ACCEPTING} 0.06",
+        ends=74),
     # A run on a machine. With another start time, the process has ended and its id was reused.
     "a run": Case(
         status={"running": "1-2"}, sends="0 3 4",
@@ -225,7 +230,8 @@ CASES = {
         next="shardprep retry DATA --shards 4"),
     "too many are left out": Case(
         given=[MOST_MADE, too_many_left_out], sends="4",
-        next=f"shardprep retry DATA --worker_args '--input_dir /a {ACCEPTING} 0.06 {ACCEPTING} 0.52'"),
+        next=f"{LOOK % 4}shardprep retry DATA "
+        f"--worker_args '--input_dir /a {ACCEPTING} 0.06 {ACCEPTING} 0.52'"),
     # Shards that retry does not send, and what it requests.
     "failed too often": Case(status={"can_retry": "2"}, given=OFTEN, types="retry", sends="2"),
     "found wrong by verify": Case(
@@ -270,7 +276,7 @@ def test_no_task_that_may_run_is_sent_again_and_no_job_of_others_is_cancelled(de
     desk.slurm("cancel", code=case.ends if case.ends in (66, 74) else 0)
     assert desk.calls("scancel") == ([case.cancels] if case.cancels else [])
     word, *flags = shlex.split(case.types)
-    words = shlex.split(line.partition("shardprep ")[2]) if case.next else []
+    words = shlex.split(line.rpartition("shardprep ")[2]) if case.next else []
     if words[:1] not in (["submit"], ["retry"]):
         words = [word, str(desk.data), *flags]
     assert call_main(*words).code == case.ends
@@ -435,7 +441,7 @@ def test_status_names_the_cause_of_shards_that_run_could_not_make_without_slurm(
     assert len([*attempts.iterdir()]) == 2, "a record of each run that failed"
     desk.patch.setenv("PATH", str(desk.tmp))
     assert desk.status()["causes"] == {"bad input (65)": "1"}
-    name, _, *words = shlex.split(desk.next().removeprefix("next: shardprep "))
+    name, _, *words = shlex.split(desk.next().rpartition("shardprep ")[2])
     desk.slurm(name, *words[:-1], "1", "--num_proc", 1)  # with --max_bad_fraction 1
     desk.slurm("verify")
     assert not [*attempts.iterdir()]

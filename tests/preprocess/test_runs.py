@@ -216,7 +216,7 @@ def run_again(ended: Ended, *flags: str) -> Ended:
 
 @pytest.mark.processes
 def test_a_killed_process_fails_one_shard_and_a_remedy_is_printed(world: World, tmp_path: Path) -> None:
-    hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
+    hold = Hold(tmp_path / "held", "open", r"(^|/)\.shard-\d+\.idx\.")
     command = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:
         os.kill(hold.wait(2, run)[0], signal.SIGKILL)

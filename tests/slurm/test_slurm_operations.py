@@ -215,7 +215,7 @@ def test_submitit_makes_forty_shards_within_maxarraysize_and_after_a_preemption(
     from slurm import submit_with_submitit
 
     world = World(tmp_path).raw({"a.txt": "a line\n" * 400}).plan(num_shards=40)
-    hold = Hold(tmp_path, "open", r"/\.shard-\d+\.idx\.")
+    hold = Hold(tmp_path, "open", r"(^|/)\.shard-\d+\.idx\.")
     for name, value in {**hold.environ(), "SLURM_CONF": site.environ["SLURM_CONF"]}.items():
         monkeypatch.setenv(name, value)
     executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="slurm")

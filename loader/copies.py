@@ -95,6 +95,11 @@ def stage(args: argparse.Namespace) -> int:
         raise CannotWrite(path=target, found=found, expected=f"{expected}; nothing was copied")
     plan = read_plan(folder)
     _claim(target, plan_id, plan)
+    if plan is not None:  # it is first, since the folder is known by it from then on
+        try:
+            target.publish_copy(names.PLAN_NAME, folder)
+        finally:
+            _remove_mark(target)
     target.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
     # Processes start at different shards, so that nodes do not all read from one storage target.
     first = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % max(1, len(missing))
@@ -103,7 +108,7 @@ def stage(args: argparse.Namespace) -> int:
     if plan is None:  # a copy of the shards alone
         _copy_tokenizer(folder, target)
     else:
-        _copy_plan(folder, plan, target)
+        _copy_files_of_plan(folder, plan, target)
     for shard_id in [*missing[first:], *missing[:first]]:
         try:
             _copy_shard(folder, shard_id, target, progress)
@@ -113,8 +118,7 @@ def stage(args: argparse.Namespace) -> int:
     if not failures and folder.status_of(names.INDEX_NAME) is not None:
         target.publish(names.INDEX_NAME, index.to_json())
     if not failures:
-        with contextlib.suppress(OSError):
-            target.remove(_MARK)
+        _remove_mark(target)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
     counts = f"{num_copied + num_kept} of {num_shards} shards: {num_copied} copied, {num_kept} kept"
     end = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
@@ -145,9 +149,13 @@ def _claim(target: DataFolder, plan_id: str, plan: Plan | None) -> None:
         raise files.not_creatable(target.path_of(_MARK), error) from None
 
 
-def _copy_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> None:
-    """Copy the plan and the files that it names, but none that somebody else put into DATA."""
-    target.publish_copy(names.PLAN_NAME, folder)
+def _remove_mark(target: DataFolder) -> None:
+    with contextlib.suppress(OSError):
+        target.remove(_MARK)
+
+
+def _copy_files_of_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> None:
+    """Copy the files that the plan names, but none that somebody else put into DATA."""
     target.sync()
     tokenizer = read_tokenizer(folder, plan)
     target.make_subfolder(names.TOKENIZER_DIR)

@@ -20,7 +20,7 @@ import orjson
 
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.files import NOT_THERE, read_beginning, read_regular, refuse_fifos
+from shardprep.files import NOT_THERE, errors_named, read_beginning, read_regular, refuse_fifos
 from shardprep.foreign_tokenizer import ForeignTokenizer, has_bounded_cost
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import without_garbage_collection
@@ -168,7 +168,10 @@ def _own_content(folder: DataFolder, name: str) -> bytes | None:
 def _load_own(folder: DataFolder, spec: TokenizerSpec) -> Any:
     """Load a data set's tokenizer and compare it with the manifests, as transformers reports no damage."""
     # transformers would follow links and wait for a FIFO, so it gets copies of regular files.
-    with tempfile.TemporaryDirectory(prefix="shardprep-") as scratch:
+    with (
+        errors_named(folder.path_of(TOKENIZER_DIR)),
+        tempfile.TemporaryDirectory(prefix="shardprep-") as scratch,
+    ):
         for subfolder in (TOKENIZER_DIR, f"{TOKENIZER_DIR}/{CHAT_TEMPLATES_DIR}"):
             _copy_small_files(folder, subfolder, Path(scratch))
         tokenizer = _load(str(Path(scratch, TOKENIZER_DIR)))

@@ -26,7 +26,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("0 and end ==", "(1) and end ==", SPEED),
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),
-        ("round_ended and stage.step == step", "(round_ended or stage.step == step)", BORDER),
+        ("round_ended and is_border", "(round_ended or is_border)", BORDER),
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
     ],
     "loader/chunks.py": [
@@ -88,7 +88,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("(0, *row.first)", "((1), *row.first)", "the place of a row's first document is not used"),
     ],
     "shardprep/format/manifest.py": [
-        ("_MAX_FINDINGS_BYTES = 256", "_MAX_FINDINGS_BYTES = (257)", LIMIT),
+        ("_MAX_FINDINGS_BYTES = 64", "_MAX_FINDINGS_BYTES = (65)", LIMIT),
         ("_NUM_THREADS = 8", "_NUM_THREADS = (9)", SPEED),
         ("len(made.done) != spec.num_shards or made.wrong",
          "(len(made.done) != spec.num_shards and made.wrong)", "index.json has a row for each shard"),

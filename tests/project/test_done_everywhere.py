@@ -230,7 +230,7 @@ def test_a_task_lists_no_folder_and_checks_a_done_shard_with_one_open_and_two_st
 def test_run_finds_missing_shards_by_listing_the_folder_once(half: World, watch: Watch) -> None:
     for number in (0, 1):
         (half.data_dir / f".shard-0000{number}.tar.host-1-00000000.tmp").touch()
-    listed = watch("listdir"), watch("scandir")
+    listed = watch("listdir", "data"), watch("scandir", "data")
     half.main("run", half.data_dir).ends(0)
     assert sum(names.count("data") for names in listed) == 1
     assert (half.data_dir / "shard-00001.json").exists()

@@ -172,8 +172,8 @@ MAKE += "MakeShards()(sys.argv[1], '0')"
 LOADS = "from loader import get_llama3_dataloader\n"
 # A file that hides our package, its text, the text of train.py, the command, its exit code and last line.
 HIDING = [
-    ("preprocess.py", THEIRS, "", "-m slurm status data", 2, "error: FILE "),
-    ("preprocess.py", THEIRS, "", "-m shardprep status data", 2, "error: FILE "),
+    ("preprocess.py", THEIRS, "", "-m slurm status data", 66, "error: FOLDER/data: "),
+    ("preprocess.py", THEIRS, "", "-m shardprep status data", 66, "error: FOLDER/data: "),
     ("preprocess.py", THEIRS, "import slurm\n", "train.py", 1, "ImportError: FILE "),
     ("preprocess/__init__.py", THEIRS, "import slurm\n", "train.py", 1, "ImportError: FILE "),
     ("preprocess.py", "", "import preprocess\nimport slurm\n", "train.py", 1, "ImportError: FILE "),
@@ -212,7 +212,9 @@ def test_a_preprocess_py_that_hides_the_package_is_named_but_does_not_affect_the
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     (tmp_path / "train.py").write_text(script)
-    assert run(tmp_path, *words.split(), code=code).startswith(said.replace("FILE", str(path)))
+    assert run(tmp_path, *words.split(), code=code).startswith(
+        said.replace("FILE", str(path)).replace("FOLDER", str(tmp_path))
+    )
 
 
 # Signals. tests/faults stops commands at each call to the system and checks for temporaries.

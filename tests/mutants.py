@@ -82,9 +82,9 @@ BY_HAND = [
     ("a document ends with EOS where it is asked for", "preprocess/make/engines.py",
      "(tokens.ids, tokens.offsets[1:], end_id),", "(tokens.ids, tokens.offsets[:-1], end_id),"),
     ("a manifest is written last", "preprocess/make/shard_writer.py",
-     "for file in written.values():",
-     "files.publish_bytes(names.manifest_path(self._folder, self._shard_id), manifest.to_json())\n"
-     + 8 * " " + "for file in written.values():"),
+     "for key, file in written.items():\n            file.publish()",
+     "self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())\n"
+     + 8 * " " + "for key, file in written.items():\n            file.publish()"),
     ("a state counts the step that the loop holds", "loader/run.py",
      "position.step - run.first_step(epoch),", "max(position.step - 1 - run.first_step(epoch), 0),"),
     ("rank r has the r-th part of a global batch", "loader/dataloader.py",

@@ -63,8 +63,8 @@ def test_ranks_together_get_the_global_batches_of_one_process(seen: Seen, number
         assert steps == unbroken[first : run["last"]], run["name"]
         states = [rank["state"] for rank in ranks]
         assert states == [states[0]] * run["world"], "any rank may save the state"
-        of_one = {"layout": None, "checksum": None}
-        assert {**states[0], **of_one} == {**end, **of_one}
+    of_one = {"layout": None, "checksum": None}
+    assert {**states[0], **of_one} == {**end, **of_one}
 
 
 def test_a_loader_made_before_the_process_group_refuses_to_run(seen: Seen) -> None:

@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: pages that stand outside of docs/ join the site, and ``llms.txt`` lists all pages."""
+"""Hooks of mkdocs: pages from outside of docs/ and all flags join the site; ``llms.txt`` lists the pages."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
@@ -20,6 +21,10 @@ _first_lines: dict[str, tuple[str, str]] = {}  # page -> its title and its first
 def on_files(files: Files, config: Any) -> Files:
     for path in OUTSIDE:
         files.append(File.generated(config, path, content=(ROOT / path).read_text(encoding="utf-8")))
+    sys.path.insert(0, str(ROOT))
+    from tests.command_reference import page
+
+    files.append(File.generated(config, "flags.md", content=page()))
     return files
 
 

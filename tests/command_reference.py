@@ -1,4 +1,7 @@
-"""``python -m tests.command_reference`` writes docs/commands.md from the help of the commands."""
+"""The site's page of all flags, from the help of the commands.
+
+python -m tests.command_reference  # prints it
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from shardprep.__main__ import COMMANDS
-from shardprep.errors import EXIT_CODES
-from tests.checkout import ROOT
 
-PAGE = ROOT / "docs" / "commands.md"
 HEAD = """\
-# Commands
+# All flags
 
-All commands and flags. A flag that several commands share is explained once; a flag without a default is off
-or unset. `--output_dir DATA` may stand for DATA. In a terminal, type `shardprep help plan`.
-`python -m tests.command_reference` generates this page.
-
-## Exit codes
-
-All commands, and the tasks of a job array, end with one of these:
-
-| code | meaning |
-|---|---|
+The help of each command. A flag that several commands share is explained once; a flag without a default is
+off or unset. [Commands](commands.md) has exit codes and common flags.
 """
 EXPLAINED_IN = {  # command -> the section that shows how to use it
     "doctor": "seeing.md#before-doctor",
@@ -50,11 +42,10 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
 
 
 def page() -> str:
-    """Return the contents of docs/commands.md."""
-    codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items())
+    """Return the page in Markdown. Its links are relative to docs/."""
     explained: dict[str, str] = {}  # a flag with its help -> the first command that has it
     sections = [section_of(title, text, explained) for title, text in helps()]
-    return HEAD + codes + "".join(sections)
+    return HEAD + "".join(sections)
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -117,4 +108,4 @@ def name_of(words: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

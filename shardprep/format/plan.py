@@ -2,8 +2,8 @@
 
 Each field of ``PlanOptions`` or ``PrepConfig`` with a help text is a flag of ``plan``. Its ``option(...)``
 declares the default, the help and further facts. The command line, the checks of values, plan.json, the
-plan's id, messages about differences and docs/commands.md are built from these fields. Options of a single
-process, which change no byte, are in ``preprocess/make/resources.py``.
+plan's id, messages about differences and the site's page of flags are built from these fields. Options of a
+single process, which change no byte, are in ``preprocess/make/resources.py``.
 
 A plan is written once and never edited. Its id is a hash of everything that decides the bytes of the shards:
 plans with equal ids make equal data sets.

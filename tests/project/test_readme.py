@@ -105,10 +105,18 @@ def test_the_readme_has_at_most_1100_words() -> None:
 
 
 def test_the_exit_codes_of_the_page_of_commands_are_those_of_the_errors() -> None:
-    """tests/command_reference.py writes the table of the page."""
     kinds = {kind.exit_code for kind in vars(errors).values() if hasattr(kind, "exit_code")}
     assert len(kinds) > 5
     assert errors.EXIT_CODES.keys() == {0, *kinds}
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    shown = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}
+    assert shown == errors.EXIT_CODES
+
+
+def test_the_page_of_commands_names_each_command() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    named = {span.removeprefix("shardprep ") for span in code_spans(text)}
+    assert set(flags_of_commands()) - {"completion"} <= named
 
 
 def test_each_page_of_the_docs_can_be_reached_from_the_readme_by_links() -> None:
@@ -130,7 +138,7 @@ def test_every_link_command_flag_and_module_that_a_page_names_exists(page: Path)
             # The strict build of the site checks anchors.
             assert (page.parent / link.partition("#")[0]).exists(), link
     known = flags_of_commands()
-    for name, flags in commands(text) if page.name != "commands.md" else []:
+    for name, flags in commands(text):
         assert name in known, f"there is no command {name}"
         assert flags <= known[name], f"{name} has no {flags - known[name]}"
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
@@ -161,7 +169,7 @@ def test_the_site_has_every_page_no_broken_link_and_no_external_resource(tmp_pat
     pytest.importorskip("material", reason="mkdocs-material is not installed: make install")
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / ".site/mkdocs.yml")]
     run_child([*mkdocs, "-d", tmp_path])
-    pages = {path.stem for path in DOCS} | {"results", "CHANGELOG", "README.ko"}
+    pages = {path.stem for path in DOCS} | {"flags", "results", "CHANGELOG", "README.ko"}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
     listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
     assert all(f"{page}.html)" in listed for page in pages)

@@ -102,7 +102,7 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         for _ in steps_of(loader, num_steps):
             pass
         total = loader.metrics.num_tokens
-        run, (source, *_) = loader.run, loader.run.samples
+        run, (source, *_) = loader.run, [*loader.samples.values()]
         taken = run.source_samples(Position(num_steps))
     first = next(iter(folders))
     order = run.sources[0].order

@@ -7,7 +7,7 @@ text is left to msgspec, which names the error. Packed rows stay in the buffer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
@@ -345,12 +345,17 @@ Window = Callable[[int, int], Chunk]  # (first, end) -> those ticks, decoded fro
 class RunReader:
     """Reads the ticks of a run for some of its slots. Shards stay open until ``close``."""
 
-    def __init__(self, run: Run, slots: range) -> None:
-        self._run, self._slots = run, slots
-        self._sources = [_SourceReader(source, number, slots) for number, source in enumerate(run.sources)]
+    def __init__(self, run: Run, samples: Mapping[str, Any], slots: range) -> None:
+        self._run = run
+        self._slots = slots
+        # By number. The run has dropped a source without samples: resume_run refuses one that is still read.
+        self._sources: dict[int, _SourceReader] = {}
+        for number, source in enumerate(run.sources):
+            if source.name in samples:
+                self._sources[number] = _SourceReader(source, samples[source.name], number, slots)
 
     def close(self) -> None:
-        for source in self._sources:
+        for source in self._sources.values():
             source.close()
 
     def chunks(self, first_epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
@@ -421,11 +426,13 @@ class RunReader:
 class _SourceReader:
     """Reads the ticks of one source, window by window."""
 
-    def __init__(self, source: Source, number: int, slots: range) -> None:
-        self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
+    def __init__(self, source: Source, samples: Any, number: int, slots: range) -> None:
+        self._order = source.order
+        self._samples = samples
+        self._number = number
+        self._slots = slots
         # The reader opens shards when it reads them; which ones it opens first depends on the slots.
-        shards: Any = source.samples and source.samples.shards
-        self._reader = ShardReader(shards, slots.start, source.order.num_slots)
+        self._reader = ShardReader(samples.shards, slots.start, source.order.num_slots)
         self._window: Window | None = None
         self._window_ticks = (0, 0, 0)  # its epoch, first tick and end
 
@@ -441,7 +448,6 @@ class _SourceReader:
             # Read a whole window at once: its parts would need many small reads.
             self._window = None
             samples, reader = self._samples, self._reader
-            assert samples is not None, "resume_run refuses a run that needs other sources"
             first, end = next(self._order.windows(tick))
             self._window_ticks = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)

@@ -37,7 +37,16 @@ from loader.run import (
     state_of,
     whole_number,
 )
-from loader.samples import Sizes, Weights, WeightsIn, check_mixing, choose_sizes, make_run, make_samples
+from loader.samples import (
+    Samples,
+    Sizes,
+    Weights,
+    WeightsIn,
+    check_mixing,
+    choose_sizes,
+    make_run,
+    make_samples,
+)
 from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
@@ -107,6 +116,7 @@ class TokenLoader(DataLoader[Batch]):
         self,
         run: Run,
         *,
+        samples: Mapping[str, Samples],
         step_batches: StepBatches,
         loader_tokenizer: LoaderTokenizer,
         process_rank: ProcessRank,
@@ -122,6 +132,7 @@ class TokenLoader(DataLoader[Batch]):
         batch_size = step_batches.batch_size
         super().__init__(_RefusedDataset(), batch_size, drop_last=True, pin_memory=pin_memory, **workers)
         del self.collate_fn  # torch's, which would hide the property below
+        self.samples = samples  # of each source that was named; a dropped source may have none
         self.step_batches = step_batches
         self.loader_tokenizer = loader_tokenizer
         self.process_rank = process_rank
@@ -145,7 +156,7 @@ class TokenLoader(DataLoader[Batch]):
         slots = share(range(run.order.num_slots), process_rank.rank, process_rank.world_size)
         workers = {**self._worker_options, "num_workers": min(num_workers, len(slots))}
         endless = self.persistent_workers or not num_workers  # without workers nothing is read ahead
-        return BatchStream(run, slots, self.step_batches, metrics, endless, workers)
+        return BatchStream(run, self.samples, slots, self.step_batches, metrics, endless, workers)
 
     def __len__(self) -> int:
         """Return each rank's number of batches in the next epoch. A resumed one has ``first_batch`` fewer."""
@@ -242,7 +253,8 @@ class TokenLoader(DataLoader[Batch]):
         """Return a text with the sources, their shares and fingerprints, the order and all stages."""
         run, now = self.run, self.progress.delivered
         epochs, weights = run.source_epochs(now), run.stages_from(now.step)[0].weights
-        samples_of = {source.name: source.samples for source in run.sources if source.samples is not None}
+        names = [source.name for source in run.sources]
+        samples_of = {name: self.samples[name] for name in names if name in self.samples}
         tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in samples_of.items()}
         max_length = run.settings["max_length"]
         sample = f"a document, of at most {max_length} tokens" if max_length else "a document of any length"
@@ -273,7 +285,7 @@ class TokenLoader(DataLoader[Batch]):
             )
         amended = {stage.step for stage in run.stages if stage.is_amended}
         lines += [f"{stage}{', amended' if stage.step in amended else ''}" for stage in run.stages_from(0)]
-        lines += sorted({samples.shards.split_text for samples in run.samples} - {""})
+        lines += sorted({samples.shards.split_text for samples in samples_of.values()} - {""})
         return "\n  ".join(lines)
 
     @property
@@ -298,11 +310,11 @@ class TokenLoader(DataLoader[Batch]):
 
         Example: ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for unknown numbers.
         """
-        sources = self.run.sources
-        samples = sources[source].samples if 0 <= source < len(sources) else None
-        if samples is None:
-            raise UsageError(found=f"source {source}", expected=f"a number of {list(self.source_names)}")
-        return samples.shards.origin(sources[source].name, shard, sample, document)
+        names = self.source_names
+        if not 0 <= source < len(names) or names[source] not in self.samples:
+            raise UsageError(found=f"source {source}", expected=f"a number of {list(names)}")
+        name = names[source]
+        return self.samples[name].shards.origin(name, shard, sample, document)
 
     @property
     def has_loaded_state(self) -> bool:
@@ -319,7 +331,7 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        names = ("samples", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         options = {name: getattr(self, name) for name in names} | self._worker_options
         make = partial(type(self), self._plan, amend=self.can_amend, **options)
         return make, (), (self.progress, self.run)
@@ -824,6 +836,7 @@ def get_llama3_dataloader(
     )
     loader = TokenLoader(
         run,
+        samples=samples,
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=process_rank,

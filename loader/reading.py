@@ -154,9 +154,7 @@ class ShardReader:
         self._buffer = np.empty(0, np.uint8)
         while self._open:
             self._open.popitem()[1].close()
-        for part in (
-            self._shards.datasets if self._shards is not None else ()
-        ):  # a source without data has none
+        for part in self._shards.datasets:
             part.folder.close()
 
     def _records(self, number: int, rows: slice | Int64s) -> Any:

@@ -32,7 +32,7 @@ from itertools import accumulate
 from math import gcd
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
+from typing import Annotated, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from msgspec import Meta
@@ -40,9 +40,6 @@ from msgspec import Meta
 from loader.order import ORDER_VERSION, Int64s, Order, choose_windows, hash_array, hash_ints
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.names import as_type
-
-if TYPE_CHECKING:
-    from loader.samples import Samples
 
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
@@ -70,8 +67,7 @@ class Source:
     data: str  # fingerprint of its shards, 16 hex digits
     order: Order
     added_at: int = 0  # the step at which an amendment added it; 0: the run began with it
-    # None if the run has dropped the source and this loader was not given its shards.
-    samples: Samples | None = field(default=None, compare=False, repr=False)
+    num_bytes: int = field(default=0, compare=False)  # of its tars; 0 in the run of a state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,15 +179,10 @@ class Run:
         """Return R."""
         return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
 
-    @property
-    def samples(self) -> list[Samples]:
-        """Return the samples of the sources that this loader reads."""
-        return [source.samples for source in self.sources if source.samples is not None]
-
     @cached_property
     def row_tokens(self) -> int:
         """Return the tokens per sample if all samples are rows of one length, else 0."""
-        return self.samples[0].row_tokens
+        return int(self.settings.get("seq_len", 0))
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -575,7 +566,8 @@ def resume_run(
     run = _run_of(saved, plan, layout)
     position = _position_of(saved, run, layout)
     if is_same_run(run, current):
-        return Resumed(_with_samples(run, plan, position.step), position, skips)
+        _check_sources(run, plan, position.step)
+        return Resumed(run, position, skips)
     if amend and is_new and has_other_ticks:
         return as_planned
     step = position.step
@@ -603,11 +595,12 @@ def resume_run(
     elif amend and plan.in_order_of(run.sources).stages_from(amended_at) != run.stages_from(amended_at):
         # The arguments differ from the run's past alone. They count from this step on.
         run = run.with_amended_mark(step)
-    return Resumed(_with_samples(run, plan, step), position, skips, border)
+    _check_sources(run, plan, step)
+    return Resumed(run, position, skips, border)
 
 
 def run_as_saved(data: Run, state: Mapping[str, Any], layout: Mapping[str, int]) -> Resumed:
-    """Return the run of a state at the beginning of its step, with the samples of ``data``.
+    """Return the run of a state at the beginning of its step, if ``data`` has the samples that it reads.
 
     Stages and sizes of ``data`` do not count. Raises an error for other data or another order.
     """
@@ -616,19 +609,18 @@ def run_as_saved(data: Run, state: Mapping[str, Any], layout: Mapping[str, int])
     _check_data(saved, data)
     run = _run_of(saved, data, layout)
     position = Position(_position_of(replace(saved, num_micro=0), run, layout).step)
-    return Resumed(_with_samples(run, data, position.step), position, _skips_of(saved))
+    _check_sources(run, data, position.step)
+    return Resumed(run, position, _skips_of(saved))
 
 
-def _with_samples(run: Run, data: Run, step: int) -> Run:
-    """Return a run that reads the samples of ``data``. Raises OtherRun if it needs others from a step on."""
-    given = {source.name: source.samples for source in data.sources}
+def _check_sources(run: Run, data: Run, step: int) -> None:
+    """Raise OtherRun if a run needs other sources than those of ``data`` from a step on."""
+    given = [source.name for source in data.sources]
     for stage in run.stages_from(step):
-        for name in stage.weights.keys() - given.keys():
-            found = f"sources {list(given)}, but the run has samples of {name} from step {stage.step} on"
+        for name in stage.weights.keys() - set(given):
+            found = f"sources {given}, but the run has samples of {name} from step {stage.step} on"
             expected = f"{name} in input_shards as well, without a weight if you want to drop it"
             raise OtherRun(found=found, expected=expected)
-    sources = [replace(source, samples=given.get(source.name)) for source in run.sources]
-    return replace(run, sources=tuple(sources))
 
 
 def _skips_of(saved: _State) -> Skips:
@@ -776,8 +768,8 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
             raise OtherRun(found=found, expected=expected)
     sources = []
     for source in plan.sources:
-        assert source.samples is not None
-        sizes = sizes_of_order(source.samples, size, source.order.group)
+        num_samples = source.order.num_samples
+        sizes = sizes_of_order(num_samples, source.num_bytes, size, source.order.group)
         sources.append(replace(source, order=replace(source.order, **sizes)))
     return replace(plan, sources=tuple(sources))
 
@@ -804,8 +796,8 @@ def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_si
         raise UsageError(found=found, expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0])
 
 
-def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
+def sizes_of_order(num_samples: int, num_bytes: int, tick_samples: int, group: int) -> dict[str, Any]:
     """Choose the sizes of a source's order, by their names in Order."""
-    sizes = {"num_samples": samples.num_samples, "tick_samples": tick_samples}
-    block, window = choose_windows(**sizes, num_bytes=samples.shards.tar_bytes, group=group)
+    sizes = {"num_samples": num_samples, "tick_samples": tick_samples}
+    block, window = choose_windows(**sizes, num_bytes=num_bytes, group=group)
     return {**sizes, "block_samples": block, "window_samples": window}

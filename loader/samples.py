@@ -394,15 +394,16 @@ def make_run(
     is_mixture = weights is not None
     sources = []
     for number, (name, source_samples) in enumerate(samples.items()):
+        num_bytes = source_samples.shards.tar_bytes
         order = Order(
-            **sizes_of_order(source_samples, tick_samples, group),
+            **sizes_of_order(source_samples.num_samples, num_bytes, tick_samples, group),
             group=group,
             seed=source_seed(seed, number) if is_mixture else seed,
             shuffle=shuffle,
             keeps_tail=keeps_tail,
         )
         data = source_samples.shards.fingerprint[:16]
-        sources.append(Source(name=name, data=data, order=order, samples=source_samples))
+        sources.append(Source(name=name, data=data, order=order, num_bytes=num_bytes))
     size_at, shares_at = dict(sizes), {0: dict.fromkeys(samples, 1.0)}
     if weights is not None:
         lengths = {name: each.row_tokens for name, each in samples.items()}

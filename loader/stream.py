@@ -34,6 +34,7 @@ from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk, RunReader
 from loader.order import share
 from loader.run import Position, Run
+from loader.samples import Samples
 from shardprep.child_process import new_process
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.processes import stop_signals_wait
@@ -64,6 +65,7 @@ class BatchStream:
     """
 
     run: Run
+    samples: Mapping[str, Samples]  # of the sources that this loader reads
     slots: range
     step_batches: StepBatches
     metrics: LoaderMetrics
@@ -74,7 +76,9 @@ class BatchStream:
         self._num_workers: int = self.options.get("num_workers", 0)
         self._workers: list[_Worker] = []
         self._num_requests = 0  # positions that were sent to the workers
-        self._reader = RunReader(self.run, self.slots)  # reads in this process if there are no workers
+        self._reader = RunReader(
+            self.run, self.samples, self.slots
+        )  # reads in this process if there are no workers
         self._own_chunks: Iterator[Chunk] | None = None  # from this reader; None with workers
         self._next_start: Position | None = None  # where the next chunk begins; None within an epoch
         weakref.finalize(self, _end_workers, self._workers).atexit = False  # they end by themselves then
@@ -86,7 +90,8 @@ class BatchStream:
         if not self._num_workers and self.run.row_tokens:
             return MAX_CHUNK_TICKS
         slots = -(-len(self.slots) // max(self._num_workers, 1))
-        longest = max(samples.mean_tokens for samples in self.run.samples)
+        names = [source.name for source in self.run.sources]
+        longest = max(self.samples[name].mean_tokens for name in names if name in self.samples)
         tick_bytes = 4 * slots * self.run.order.group * (self.run.row_tokens or longest)
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
@@ -145,8 +150,18 @@ class BatchStream:
                     own_end, worker_end = multiprocessing.Pipe()
                     slots = share(self.slots, number, self._num_workers)
                     num_ahead = self.options.get("prefetch_factor") or 1
-                    given = (worker_end, self.run, slots, self._chunk_ticks, self.endless, num_ahead)
-                    process = new_process(_run_worker, *given, forks=forks, imports_main=True)
+                    process = new_process(
+                        _run_worker,
+                        worker_end,
+                        self.run,
+                        self.samples,
+                        slots,
+                        self._chunk_ticks,
+                        self.endless,
+                        num_ahead,
+                        forks=forks,
+                        imports_main=True,
+                    )
                     with worker_end:
                         process.start()
                     self._workers.append(_Worker(process, own_end, os.getpid()))
@@ -199,12 +214,18 @@ def _end_workers(workers: list[_Worker]) -> None:
 
 
 def _run_worker(
-    connection: Connection, run: Run, slots: range, chunk_ticks: int, endless: bool, num_ahead: int
+    connection: Connection,
+    run: Run,
+    samples: Mapping[str, Samples],
+    slots: range,
+    chunk_ticks: int,
+    endless: bool,
+    num_ahead: int,
 ) -> None:
     """Read and send chunks from each position that arrives, until this process is killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     threading.Thread(target=_end_with_main_process, args=(os.getppid(),), daemon=True).start()
-    reader = RunReader(run, slots)
+    reader = RunReader(run, samples, slots)
     ahead: queue.Queue[bytes] = queue.Queue(max(num_ahead - 1, 1))  # one more is being sent
     threading.Thread(target=_send_all, args=(connection, ahead), daemon=True).start()
     while True:

@@ -15,7 +15,7 @@ import zipfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
 def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     """Print the steps before the loader's position that saw blanked documents. Returns the exit code."""
     run, num_steps = loader.run, loader.progress.delivered.step
-    found = sorted(_steps_with_blanks(run, num_steps).items())
+    found = sorted(_steps_with_blanks(run, loader.samples, num_steps).items())
     if loader.progress.skips.num_left:
         say("note: the loop left epochs early by set_epoch; all their steps count as seen")
     steps = [{"step": step, "epoch": run.epoch_of(step), "sources": counts} for step, counts in found]
@@ -260,19 +260,20 @@ class _MarkedSamples:
         return chunk_of
 
 
-def _steps_with_blanks(run: Run, num_steps: int) -> dict[int, Counter[str]]:
+def _steps_with_blanks(run: Run, samples: Mapping[str, Samples], num_steps: int) -> dict[int, Counter[str]]:
     """Count the samples with blanked documents, by step and source, in the steps before ``num_steps``."""
-    sources, num_blanked = [], 0
+    marked: dict[str, Any] = {}
+    num_blanked = 0
     for mark, source in enumerate(run.sources, 1):
-        if source.samples is None:
-            raise UsageError(found=f"no data for source {source.name}", expected=f"{source.name}=PATH")
-        blanked = _blanked_samples(source.samples.shards)
+        name = source.name
+        if name not in samples:
+            raise UsageError(found=f"no data for source {name}", expected=f"{name}=PATH")
+        blanked = _blanked_samples(samples[name].shards)
         num_blanked += len(blanked)
-        marked: Any = _MarkedSamples(source.samples, blanked, mark)
-        sources.append(replace(source, samples=marked))
+        marked[name] = _MarkedSamples(samples[name], blanked, mark)
     if not num_blanked:
         raise NotFound(found="no blanked document in DATA", expected="a data set that 'blank' made")
-    reader = RunReader(replace(run, sources=tuple(sources)), range(run.order.num_slots))
+    reader = RunReader(run, marked, range(run.order.num_slots))
     found: dict[int, Counter[str]] = defaultdict(Counter)
 
     def first_tick(step: int) -> int:

@@ -125,7 +125,7 @@ def test_a_dataloader_made_from_the_loader_is_refused(numbered: Path) -> None:
     """accelerate and Lightning make one, and so do users who take the loader for a data set."""
     with open_loader(numbered, model_id=numbered) as made:
         itself: Any = made
-        names = ("run", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        names = ("run", "samples", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         shown = {name: vars(made)[name] for name in names}
         assert len(type(made)(**shown)) == len(made)
         for remake in (

@@ -38,16 +38,9 @@ LENT = {"shardprep/__init__.py": {"loader"}}
 
 @functools.cache
 def imports_of(path: Path) -> set[str]:
-    """Return all modules that a file imports, also inside functions, except under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for_types |= set(ast.walk(node))
+    """Return all modules that a file imports, also inside functions and under TYPE_CHECKING."""
     found = set()
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):

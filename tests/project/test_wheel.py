@@ -5,6 +5,7 @@ All run with only the wheel. benchmarks/gpu_check.py runs on the CPU.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -302,6 +304,23 @@ def test_the_example_of_ddp_trains_as_shown(training_desk: Path, warm: WarmPytho
     ended = run_child([warm.python, *words, "--log_every", "1"], cwd=tmp_path, env=ENVIRON)
     assert "step 3: loss " in ended.stdout
     assert [path.name for path in (tmp_path / "CHECKPOINTS").glob("*.pt")] == ["step-00000003.pt"]
+
+
+def test_the_example_from_text_to_a_model_continues_after_its_checkpoint(
+    warm: WarmPython, site: Path, tmp_path: Path
+) -> None:
+    small = ("--hidden_size", "8", "--num_layers", "1")
+    script = str(ROOT / "examples" / "pretrain.py")
+    first = run_child([warm.python, script, "OUT", "--num_steps", "10", *small], cwd=tmp_path, env=ENVIRON)
+    second = run_child([warm.python, script, "OUT", "--num_steps", "20", *small], cwd=tmp_path, env=ENVIRON)
+    assert first.stdout.count("$ shardprep") == 7
+    assert "continues after step 10" in second.stdout
+    assert "$ shardprep" not in second.stdout
+    lines = (tmp_path / "OUT" / "losses.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    assert [line["step"] for line in logged] == [10, 20]
+    assert all(0 < loss < 9 for line in logged for loss in line["losses"].values())
+    assert ElementTree.parse(tmp_path / "OUT" / "losses.svg").getroot().tag.endswith("svg")
 
 
 def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(

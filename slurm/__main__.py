@@ -88,7 +88,7 @@ def _add_retry(parser: argparse.ArgumentParser) -> None:
 def _add_status(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/status_json.md")
+    parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/json.md")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"
     parser.add_argument("--output", type=Path, help=text)
-    parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")
+    parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/json.md")
 
 
 # Modules are named, not imported, so that a command loads only what it needs.

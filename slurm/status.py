@@ -127,7 +127,7 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def status_data(state: DatasetState) -> dict[str, Any]:
-    """Return everything that ``status`` prints as plain data, described in docs/status_json.md."""
+    """Return everything that ``status`` prints as plain data, described in docs/json.md."""
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
     queue, history = state.queue, read_events(DataFolder(state.folder))
@@ -523,7 +523,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Return everything that the report contains as plain data, described in docs/report_json.md."""
+    """Return everything that the report contains as plain data, described in docs/json.md."""
     plan, folder = state.plan, state.folder
     status = status_data(state)
     counts = [each.counts for each in manifests]

@@ -29,7 +29,7 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
     "export": "seeing.md#in-the-layouts-of-other-tools-export",
     "blank": "training_data.md#blanking-documents",
     "overlap": "overlap.md",
-    "duplicates": "duplicates.md",
+    "duplicates": "overlap.md#duplicates",
     "train_tokenizer": "inputs.md#a-tokenizer-of-your-own",
     "submit": "cluster.md#3-submit-watch-repair",
     "status": "cluster.md#what-status-knows",

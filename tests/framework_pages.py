@@ -1,4 +1,4 @@
-"""Train by the examples of docs/training_NAME.md, in one process or in real process groups.
+"""Train by the examples of the frameworks' pages in docs/, in one process or in real process groups.
 
     python -m tests.framework_pages NUMBERED OUT
 
@@ -32,10 +32,11 @@ from tests.documented import examples_of
 from tests.ranks import Run, start_ranks
 from tests.world import open_loader
 
-NEEDS = {  # docs/training_NAME.md -> what it needs
+NEEDS = {  # a page or a section of docs/training_frameworks.md -> what it needs
     "own_loop": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning",
     "fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed",
 }  # fmt: skip
+SECTIONS = {"accelerate": "Accelerate", "lightning": "Lightning", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 GLOBAL_BATCH = 8
 STEPS = 107 // GLOBAL_BATCH  # per epoch of 107 samples
 STOP, LATER, END = 7, STEPS + 2, STEPS + 9  # the first is in epoch 0, the others in epoch 1
@@ -83,7 +84,13 @@ def train_by_hand(data: Path, num_steps: int, num_warm_up: int = 0) -> SmallMode
 
 def code_of(page: str, number: int = 0) -> str:
     """Return an example of a page, changed to one document per row, which is simple to train by hand."""
-    code = examples_of(f"training_{page}.md")[number]
+    section = SECTIONS.get(page)
+    examples = (
+        examples_of("training_frameworks.md", f"## {section}")
+        if section
+        else examples_of(f"training_{page}.md")
+    )
+    code = examples[number]
     return re.sub(r'\s*seq_len=2048,\s*boundaries="transformers",?', "", code)
 
 
@@ -176,7 +183,7 @@ def evaluate(_: int, run: Run, out: Path) -> Any:
     found = [trainer.evaluate()["eval_loss"], evaluation_loss(model, eval_loader)]
     if find_spec("lightning"):
         names: Any = {"model": model}
-        exec(compile(code_of("lightning", 1), "docs/training_lightning.md", "exec"), names)
+        exec(compile(code_of("lightning", 1), "docs/training_frameworks.md", "exec"), names)
         how = lightning_arguments(run["world"], f"{out}/e")
         validating = names["lightning"].Trainer(**how, use_distributed_sampler=False)
         (logged,) = validating.validate(names["ValidatedLlama"](), eval_loader, verbose=False)

@@ -27,8 +27,8 @@ OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
     "training_own_loop.md": {3, 4, 5},  # tests/ranks.py
     # tests/loader/test_frameworks.py, where the frameworks are installed
-    "training_others.md": {0}, "training_trainer.md": {2}, "training_accelerate.md": {0},
-    "training_deepspeed.md": {0}, "training_fsdp2.md": {0}, "training_lightning.md": {0, 1},
+    "training_others.md": {0}, "training_trainer.md": {2},
+    "training_frameworks.md": {0, 1, 2, 3, 4},
     "seeing.md": {0},  # tests/project/test_wheel.py
     "cluster.md": {0},
     "format.md": {0},  # plain webdataset; tests/format/

@@ -259,9 +259,19 @@ def _print_sample(
     for position, text in enumerate(documents):
         if only and position not in only:
             continue
-        cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
+            text = _with_cut_marks(text, at_begin=is_rest, at_end=position == len(documents) - 1)
             print_lines(f"  --- {'the rest of a document' if is_rest else 'a document begins'}")
+        cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         print_lines(*(f"  {line}" for line in cut.split("\n")))
     print_lines("")
+
+
+def _with_cut_marks(text: str, *, at_begin: bool, at_end: bool) -> str:
+    """Replace what decoding made of a character that the end of a row cuts, by "…"."""
+    if at_begin:
+        text = re.sub("^\ufffd+", "…", text)
+    if at_end:
+        text = re.sub("\ufffd+$", "…", text)
+    return text

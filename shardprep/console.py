@@ -47,6 +47,12 @@ _TERMINAL: Any = _Terminal()
 _bars: list[tqdm[NoReturn]] = []  # on the terminal; ``say`` prints above it
 
 
+# A narrow terminal shows how much is done and how long it takes, since tqdm would cut these.
+_WIDE = 70  # columns
+_WIDE_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+_NARROW_BAR = "{desc}: {percentage:3.0f}%, {remaining} left"
+
+
 class Progress:
     """Progress towards a known total, in bytes or in ``unit`` (a noun in the plural)."""
 
@@ -63,6 +69,7 @@ class Progress:
             columns = min(_MAX_COLUMNS, shutil.get_terminal_size().columns - 1)
             suffix = "B" if unit == "bytes" else f" {unit}"
             style: Any = {"desc": label, "unit": suffix, "unit_scale": True, "ncols": columns, "leave": False}
+            style["bar_format"] = _WIDE_BAR if columns >= _WIDE else _NARROW_BAR
             self._bar = tqdm(total=total, file=_TERMINAL, **style)
             _bars.append(self._bar)
 

@@ -80,6 +80,9 @@ def test_peek_prints_documents_unchanged_and_marks_their_begin_in_rows(worlds: W
     assert sum(block.count("  --- a document begins") for block in blocks) == len(LINES)
     # A row may end inside a character, so only ASCII is compared.
     assert re.findall("[ -~]", "".join(map(body, blocks))) == re.findall("[ -~]", "".join(LINES))
+    shown = "".join(blocks)
+    assert "\ufffd" not in shown
+    assert "…" in shown, "the mark of a cut character"
     for block in blocks:
         assert ("--- the rest of a document" in block) == ("begins in the document at" in block)
     assert any("the rest of a document" in block for block in blocks)

@@ -199,6 +199,15 @@ def test_status_watch_prints_only_the_control_codes_that_redraw_the_screen(world
 def test_on_a_terminal_a_progress_bar_has_79_columns_and_is_removed_at_the_end(world: World) -> None:
     shown = on_a_terminal(120, "verify", world.data_dir)
     bars = re.findall(r"\r([^\r\n]*)", shown)
-    assert any(bar.startswith("verifying:   0%|") for bar in bars), shown
+    assert any(bar.startswith("verifying:   0% |") for bar in bars), shown
     assert max(len(bar) for bar in bars if "|" in bar) == 79
     assert re.search(r"\r *\rverified ", shown), "the bar is removed before the last line"
+
+
+def test_on_a_narrow_terminal_progress_is_a_percentage_and_a_time_without_a_bar(world: World) -> None:
+    shown = on_a_terminal(40, "verify", world.data_dir)
+    lines = [line for line in re.findall(r"\r([^\r\n]*)", shown) if "%" in line]
+    assert lines, shown
+    for line in lines:
+        assert re.fullmatch(r"verifying: +\d+%, [\d:?]+ left *", line), line
+        assert len(line) < 40

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.order import Order, choose_windows
+from loader.order.order import Order, choose_windows
 from loader.reading import ShardReader
 from loader.run import CYCLE, ROUND, Position, Run, Source, Stage
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from loader_shares import NUM_SOURCES, SAMPLE_BYTES, source_variances
 
-from loader.order import Order, choose_windows, share
+from loader.order.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from shardprep.format.index import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, IDX_DTYPES
 

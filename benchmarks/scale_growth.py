@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from measured_run import machine_line
 
-from loader.order import Order, choose_windows, share
+from loader.order.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.shards import DatasetShards, ShardSet
 from shardprep.format.data_folder import DataFolder

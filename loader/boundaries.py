@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from loader.chunks import Edges
-from loader.order import Int64s
+from loader.order.order import Int64s
 from shardprep.errors import Refused, UsageError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, join_ranges
 from loader.external_tars import TOKEN_DTYPES
-from loader.order import Int32s, Int64s, Order
+from loader.order.order import Int32s, Int64s, Order
 from loader.reading import SampleBytes, ShardReader
 from loader.run import (
     CYCLE,

@@ -24,7 +24,7 @@ from braceexpand import braceexpand
 
 from loader.copies import URL, copy_url
 from loader.external_tars import scan_tar
-from loader.order import Int64s
+from loader.order.order import Int64s
 from shardprep.command_line import check_names_are_utf8
 from shardprep.errors import BrokenShard, NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile, is_folder, size_of_file, with_retries

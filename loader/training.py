@@ -22,7 +22,7 @@ from loader.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_t
 from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
 from loader.dataloader import TokenLoader
-from loader.order import Int64s
+from loader.order.order import Int64s
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

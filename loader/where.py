@@ -24,7 +24,7 @@ import torch
 
 from loader.chunks import Chunk, Ragged, RunReader, Window
 from loader.dataloader import TokenLoader, get_llama3_dataloader
-from loader.order import Int64s
+from loader.order.order import Int64s
 from loader.reading import ShardReader
 from loader.run import STATE_FORMAT, Position, Run
 from loader.samples import JoinedRows, Samples

@@ -13,7 +13,7 @@ BORDER = "a round begins there anyway"
 _DIGITS = "1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS"
 
 EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
-    "loader/order.py": [
+    "loader/order/order.py": [
         ("keeps_tail: bool = False", "keeps_tail: bool = True", "every caller passes it"),
         ("per_block = block_bytes * num_samples // max(num_bytes, 1)",
          "per_block = block_bytes * num_samples // max(num_bytes, (2))", "a tar has at least 1,024 bytes"),

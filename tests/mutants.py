@@ -42,7 +42,7 @@ from tests.equivalent_mutants import EQUIVALENT
 
 # Files to break: the order of samples, how they are read and laid out, how shards are made, which are done.
 TARGETS = (
-    "loader/order.py",
+    "loader/order/order.py",
     "loader/run.py",
     "loader/chunks.py",
     "loader/reading.py",
@@ -93,7 +93,7 @@ BY_HAND = [
      "stages=tuple(stages), batches_per_tick", "stages=tuple(stages[:1]), batches_per_tick"),
     ("positions begin at 0 in each document", "loader/boundaries.py",
      "np.subtract(_places(num_places), positions", "np.remainder(_places(num_places), shape[1]"),
-    ("each epoch has an order of its own", "loader/order.py",
+    ("each epoch has an order of its own", "loader/order/order.py",
      "hash_ints(self.seed, epoch, _WINDOWS", "hash_ints(self.seed, 0, _WINDOWS"),
     ("a schedule of batch sizes holds to its last stage", "loader/samples.py",
      "size_at, shares_at = dict(sizes), ", "size_at, shares_at = dict(sizes[:2]), "),
@@ -371,7 +371,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=200, help="number of mutants (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of their choice (default: 0)")
-    parser.add_argument("--only", default="", help="places that contain this, such as loader/order.py:84")
+    parser.add_argument(
+        "--only", default="", help="places that contain this, such as loader/order/order.py:84"
+    )
     parser.add_argument("--by_hand", action="store_true", help="try BY_HAND, of which none may survive")
     parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
     args = parser.parse_args()

@@ -29,7 +29,7 @@ from tests.world import EOS, open_loader, refuses, samples_of
 
 @pytest.mark.processes
 def test_the_worked_example_of_the_order_holds() -> None:
-    ended = run_child([sys.executable, "-m", "doctest", "-v", ROOT / "loader/order.py"])
+    ended = run_child([sys.executable, "-m", "doctest", "-v", ROOT / "loader/order/order.py"])
     assert "4 passed and 0 failed." in ended.stdout
 
 

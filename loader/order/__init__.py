@@ -1,0 +1,1 @@
+"""The order of samples: pure arithmetic, which reads nothing."""

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from loader.collator import CausalLMCollator as CausalLMCollator
     from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
+    from loader.order.mixture import OtherRun as OtherRun
+    from loader.order.mixture import Position as Position
     from loader.ranks import ProcessRank as ProcessRank
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
-    from loader.run import OtherRun as OtherRun
-    from loader.run import Position as Position
     from loader.shards import Origin as Origin
     from loader.training import LossMean as LossMean
     from loader.training import SourceLosses as SourceLosses
@@ -48,7 +48,7 @@ _NAMES_OF_MODULE = {
     "loader.collator": "CausalLMCollator",
     "loader.dataloader": "TokenLoader get_llama3_dataloader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
-    "loader.run": "OtherRun Position",
+    "loader.order.mixture": "OtherRun Position",
     "loader.shards": "Origin",
     "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
     "split_for_context_parallel",

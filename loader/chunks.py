@@ -20,9 +20,9 @@ from msgspec.json import Decoder
 from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.external_tars import JSON, TOKEN_DTYPES
+from loader.order.mixture import Round, Run, Source
 from loader.order.order import Int32s, Int64s
 from loader.reading import SampleBytes, ShardReader
-from loader.run import Round, Run, Source
 from shardprep.format.names import BLANK
 
 IGNORED = -100  # the label that cross_entropy ignores

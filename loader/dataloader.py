@@ -23,9 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.boundaries import Boundary, boundary_names
 from loader.chunks import IGNORED
-from loader.order.order import share
-from loader.ranks import ProcessRank, check_process_rank, find_process_rank
-from loader.run import (
+from loader.order.mixture import (
     MAX_EPOCH,
     Position,
     Resumed,
@@ -37,6 +35,8 @@ from loader.run import (
     state_of,
     whole_number,
 )
+from loader.order.order import share
+from loader.ranks import ProcessRank, check_process_rank, find_process_rank
 from loader.samples import (
     Samples,
     Sizes,

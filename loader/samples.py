@@ -21,9 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, join_ranges
 from loader.external_tars import TOKEN_DTYPES
-from loader.order.order import Int32s, Int64s, Order
-from loader.reading import SampleBytes, ShardReader
-from loader.run import (
+from loader.order.mixture import (
     CYCLE,
     MAX_EPOCH,
     Run,
@@ -34,6 +32,8 @@ from loader.run import (
     source_seed,
     whole_number,
 )
+from loader.order.order import Int32s, Int64s, Order
+from loader.reading import SampleBytes, ShardReader
 from loader.shards import ShardSet, is_named_validation
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK

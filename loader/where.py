@@ -24,9 +24,9 @@ import torch
 
 from loader.chunks import Chunk, Ragged, RunReader, Window
 from loader.dataloader import TokenLoader, get_llama3_dataloader
+from loader.order.mixture import STATE_FORMAT, Position, Run
 from loader.order.order import Int64s
 from loader.reading import ShardReader
-from loader.run import STATE_FORMAT, Position, Run
 from loader.samples import JoinedRows, Samples
 from loader.shards import VALIDATION, ShardSet
 from shardprep.console import Progress, counted, print_lines, say

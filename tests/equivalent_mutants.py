@@ -22,7 +22,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("BLOCKS_PER_SLOT = 16", "BLOCKS_PER_SLOT = (17)", CHOICE),
         ("512, 1 << 20", "512, 1 << (21)", CHOICE),
     ],
-    "loader/run.py": [
+    "loader/order/mixture.py": [
         ("0 and end ==", "(1) and end ==", SPEED),
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),

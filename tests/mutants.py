@@ -43,7 +43,7 @@ from tests.equivalent_mutants import EQUIVALENT
 # Files to break: the order of samples, how they are read and laid out, how shards are made, which are done.
 TARGETS = (
     "loader/order/order.py",
-    "loader/run.py",
+    "loader/order/mixture.py",
     "loader/chunks.py",
     "loader/reading.py",
     "preprocess/make/shard_writer.py",
@@ -85,11 +85,11 @@ BY_HAND = [
      "for key, file in written.items():\n            file.publish()",
      "self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())\n"
      + 8 * " " + "for key, file in written.items():\n            file.publish()"),
-    ("a state counts the step that the loop holds", "loader/run.py",
+    ("a state counts the step that the loop holds", "loader/order/mixture.py",
      "position.step - run.first_step(epoch),", "max(position.step - 1 - run.first_step(epoch), 0),"),
     ("rank r has the r-th part of a global batch", "loader/dataloader.py",
      "num_slots), process_rank.rank,", "num_slots), (process_rank.rank + 1) % process_rank.world_size,"),
-    ("a resumed run keeps its schedule of weights", "loader/run.py",
+    ("a resumed run keeps its schedule of weights", "loader/order/mixture.py",
      "stages=tuple(stages), batches_per_tick", "stages=tuple(stages[:1]), batches_per_tick"),
     ("positions begin at 0 in each document", "loader/boundaries.py",
      "np.subtract(_places(num_places), positions", "np.remainder(_places(num_places), shape[1]"),

@@ -19,9 +19,9 @@ from msgspec import Meta, MsgspecError
 from msgspec.json import Decoder
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order.mixture import Round, Run, Source
 from loader.order.order import Int32s, Int64s
+from loader.read.external_tars import JSON, TOKEN_DTYPES
 from loader.reading import SampleBytes, ShardReader
 from shardprep.format.names import BLANK
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from loader.external_tars import scan_tar
+from loader.read.external_tars import scan_tar
 from shardprep import files
 from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
 from shardprep.errors import (

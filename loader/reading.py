@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from loader.external_tars import TOKEN_DTYPES
 from loader.order.order import Int64s
+from loader.read.external_tars import TOKEN_DTYPES
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, wait_to_retry, with_retries

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, join_ranges
-from loader.external_tars import TOKEN_DTYPES
 from loader.order.mixture import (
     CYCLE,
     MAX_EPOCH,
@@ -33,6 +32,7 @@ from loader.order.mixture import (
     whole_number,
 )
 from loader.order.order import Int32s, Int64s, Order
+from loader.read.external_tars import TOKEN_DTYPES
 from loader.reading import SampleBytes, ShardReader
 from loader.shards import ShardSet, is_named_validation
 from shardprep.errors import BrokenShard, UsageError

@@ -133,7 +133,7 @@ _OF_FILES = {
 # What is touched so, by module: none of it lies in a data set.
 AROUND_FOLDERS = {
     "loader/copies.py": "the cache of tars behind URLs, in a folder of this user",
-    "loader/external_tars.py": "tars of other tools",
+    "loader/read/external_tars.py": "tars of other tools",
     "loader/ranks.py": "a note beside the data set, for other ranks",
     "loader/shards.py": "patterns and tars of other tools",
     "loader/stream.py": "the user's script",

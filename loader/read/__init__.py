@@ -1,0 +1,1 @@
+"""From shards to chunks: finding shards, reading samples, decoding ids."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loader.ranks import ProcessRank as ProcessRank
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
-    from loader.shards import Origin as Origin
+    from loader.read.shards import Origin as Origin
     from loader.training import LossMean as LossMean
     from loader.training import SourceLosses as SourceLosses
     from loader.training import deal_rows_evenly as deal_rows_evenly
@@ -49,7 +49,7 @@ _NAMES_OF_MODULE = {
     "loader.dataloader": "TokenLoader get_llama3_dataloader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
     "loader.order.mixture": "OtherRun Position",
-    "loader.shards": "Origin",
+    "loader.read.shards": "Origin",
     "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
     "split_for_context_parallel",
 }

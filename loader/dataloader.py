@@ -37,6 +37,7 @@ from loader.order.mixture import (
 )
 from loader.order.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
+from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.samples import (
     Samples,
     Sizes,
@@ -47,7 +48,6 @@ from loader.samples import (
     make_run,
     make_samples,
 )
-from loader.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError

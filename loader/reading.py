@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from loader.order.order import Int64s
 from loader.read.external_tars import TOKEN_DTYPES
-from loader.shards import DatasetShards, ShardSet
+from loader.read.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, wait_to_retry, with_retries
 from shardprep.format import commands

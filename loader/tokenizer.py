@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from loader.shards import DatasetShards, ShardSet
+from loader.read.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.files import NOT_THERE, errors_named, read_beginning, read_regular, refuse_fifos
 from shardprep.foreign_tokenizer import ForeignTokenizer, has_bounded_cost

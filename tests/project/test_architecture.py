@@ -135,7 +135,7 @@ AROUND_FOLDERS = {
     "loader/copies.py": "the cache of tars behind URLs, in a folder of this user",
     "loader/read/external_tars.py": "tars of other tools",
     "loader/ranks.py": "a note beside the data set, for other ranks",
-    "loader/shards.py": "patterns and tars of other tools",
+    "loader/read/shards.py": "patterns and tars of other tools",
     "loader/stream.py": "the user's script",
     "loader/tokenizer.py": "a model's folder",
     "loader/where.py": "a state that the user names",

@@ -15,7 +15,7 @@ import numpy as np
 from loader import TokenLoader, get_llama3_dataloader
 from loader.order.mixture import CYCLE, ROUND, Position, Run, Source, Stage
 from loader.order.order import Order, choose_windows
-from loader.reading import ShardReader
+from loader.read.reading import ShardReader
 
 NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192
 

@@ -26,8 +26,8 @@ import numpy as np
 from measured_run import machine_line
 
 from loader.order.order import Order, choose_windows, share
+from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.read.shards import DatasetShards, ShardSet
-from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import (
     ChunkCrcs,

@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from loader.order.mixture import Round, Run, Source
 from loader.order.order import Int32s, Int64s
 from loader.read.external_tars import JSON, TOKEN_DTYPES
-from loader.reading import SampleBytes, ShardReader
+from loader.read.reading import SampleBytes, ShardReader
 from shardprep.format.names import BLANK
 
 IGNORED = -100  # the label that cross_entropy ignores

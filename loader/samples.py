@@ -33,8 +33,8 @@ from loader.order.mixture import (
 )
 from loader.order.order import Int32s, Int64s, Order
 from loader.read.external_tars import TOKEN_DTYPES
+from loader.read.reading import SampleBytes, ShardReader
 from loader.read.shards import ShardSet, is_named_validation
-from loader.reading import SampleBytes, ShardReader
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 

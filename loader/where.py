@@ -26,8 +26,8 @@ from loader.chunks import Chunk, Ragged, RunReader, Window
 from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order.mixture import STATE_FORMAT, Position, Run
 from loader.order.order import Int64s
+from loader.read.reading import ShardReader
 from loader.read.shards import VALIDATION, ShardSet
-from loader.reading import ShardReader
 from loader.samples import JoinedRows, Samples
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError

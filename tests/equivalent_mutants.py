@@ -53,7 +53,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("laid_out is None", "(laid_out is not None)", SPEED),
         ("self._window_ticks = (0, 0,", "self._window_ticks = (0, (1),", "no tick is in that window"),
     ],
-    "loader/reading.py": [
+    "loader/read/reading.py": [
         ("is_apart |= gap % 4 > 0", "pass", "in every tar, arrays of ids are at multiples of 4"),
         ("[0] // 8, 1)", "[0] // (9), 1)", LIMIT),
         ("number: int = 0", "number: int = (1)", "a reader without a number is the only one"),

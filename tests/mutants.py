@@ -45,7 +45,7 @@ TARGETS = (
     "loader/order/order.py",
     "loader/order/mixture.py",
     "loader/chunks.py",
-    "loader/reading.py",
+    "loader/read/reading.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
     "preprocess/verify.py",

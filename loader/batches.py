@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
+from loader.read.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
 

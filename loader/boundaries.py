@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from loader.chunks import Edges
 from loader.order.order import Int64s
+from loader.read.chunks import Edges
 from shardprep.errors import Refused, UsageError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.batches import PaddedBatches, PadToken, choose_pad_token, log_pad_token
-from loader.chunks import IGNORED
+from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError
 
 _FIELDS = {"input_ids", "attention_mask", "special_tokens_mask", "labels"}

@@ -22,7 +22,6 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from loader.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.boundaries import Boundary, boundary_names
-from loader.chunks import IGNORED
 from loader.order.mixture import (
     MAX_EPOCH,
     Position,
@@ -37,6 +36,7 @@ from loader.order.mixture import (
 )
 from loader.order.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
+from loader.read.chunks import IGNORED
 from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.samples import (
     Samples,

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, Window, check_vocab, decode_samples, join_ranges
 from loader.order.mixture import (
     CYCLE,
     MAX_EPOCH,
@@ -32,6 +31,16 @@ from loader.order.mixture import (
     whole_number,
 )
 from loader.order.order import Int32s, Int64s, Order
+from loader.read.chunks import (
+    NO_LABEL,
+    Chunk,
+    Integers,
+    Ragged,
+    Window,
+    check_vocab,
+    decode_samples,
+    join_ranges,
+)
 from loader.read.external_tars import TOKEN_DTYPES
 from loader.read.reading import SampleBytes, ShardReader
 from loader.read.shards import ShardSet, is_named_validation

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.batches import LoaderMetrics, StepBatches
-from loader.chunks import Chunk, RunReader
 from loader.order.mixture import Position, Run
 from loader.order.order import share
+from loader.read.chunks import Chunk, RunReader
 from loader.samples import Samples
 from shardprep.child_process import new_process
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError

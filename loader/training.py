@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 
 from loader.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_token
 from loader.boundaries import HostNumber, document_numbers
-from loader.chunks import IGNORED
 from loader.dataloader import TokenLoader
 from loader.order.order import Int64s
+from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader.chunks import Chunk, Ragged, RunReader, Window
 from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order.mixture import STATE_FORMAT, Position, Run
 from loader.order.order import Int64s
+from loader.read.chunks import Chunk, Ragged, RunReader, Window
 from loader.read.reading import ShardReader
 from loader.read.shards import VALIDATION, ShardSet
 from loader.samples import JoinedRows, Samples

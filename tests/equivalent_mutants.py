@@ -29,7 +29,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("round_ended and is_border", "(round_ended or is_border)", BORDER),
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
     ],
-    "loader/chunks.py": [
+    "loader/read/chunks.py": [
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 < ids.min() <= ids.max() < vocab_size)", SPEED),
         ("prepend=-1) >", "prepend=-(2)) >", "any negative number is below the first begin, which is 0"),

@@ -44,7 +44,7 @@ from tests.equivalent_mutants import EQUIVALENT
 TARGETS = (
     "loader/order/order.py",
     "loader/order/mixture.py",
-    "loader/chunks.py",
+    "loader/read/chunks.py",
     "loader/read/reading.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",

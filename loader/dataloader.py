@@ -37,8 +37,7 @@ from loader.order.mixture import (
 from loader.order.order import share
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
 from loader.read.chunks import IGNORED
-from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
-from loader.samples import (
+from loader.read.samples import (
     Samples,
     Sizes,
     Weights,
@@ -48,6 +47,7 @@ from loader.samples import (
     make_run,
     make_samples,
 )
+from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError

@@ -34,7 +34,7 @@ from loader.batches import LoaderMetrics, StepBatches
 from loader.order.mixture import Position, Run
 from loader.order.order import share
 from loader.read.chunks import Chunk, RunReader
-from loader.samples import Samples
+from loader.read.samples import Samples
 from shardprep.child_process import new_process
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.processes import stop_signals_wait

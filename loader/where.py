@@ -27,8 +27,8 @@ from loader.order.mixture import STATE_FORMAT, Position, Run
 from loader.order.order import Int64s
 from loader.read.chunks import Chunk, Ragged, RunReader, Window
 from loader.read.reading import ShardReader
+from loader.read.samples import JoinedRows, Samples
 from loader.read.shards import VALIDATION, ShardSet
-from loader.samples import JoinedRows, Samples
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.index import ShardSamples

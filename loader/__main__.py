@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> int:
     from loader.dataloader import get_llama3_dataloader
-    from loader.tokenizer import limited_decode
+    from loader.read.tokenizer import limited_decode
 
     options = {name: value for name, value in vars(args).items() if name != "command"}
     with get_llama3_dataloader(**options) as loader:

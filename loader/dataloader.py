@@ -48,8 +48,8 @@ from loader.read.samples import (
     make_samples,
 )
 from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
+from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
 from loader.stream import BatchStream
-from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError
 from shardprep.meanings import ARGUMENTS
 

@@ -137,7 +137,7 @@ AROUND_FOLDERS = {
     "loader/ranks.py": "a note beside the data set, for other ranks",
     "loader/read/shards.py": "patterns and tars of other tools",
     "loader/stream.py": "the user's script",
-    "loader/tokenizer.py": "a model's folder",
+    "loader/read/tokenizer.py": "a model's folder",
     "loader/where.py": "a state that the user names",
     "lustre/__main__.py": "names for a table",
     "lustre/layout.py": "a new file that keeps a layout, created exclusively",

@@ -64,7 +64,9 @@ PROGRAM = Program(
     description="Print the first batch of a data set, decoded. Other commands: stage, where.",
     commands={
         "show": Command("print the first batch", _show_flags, show, is_nameless=True),
-        "stage": Command("copy a data set to a local disk", "loader.copies:add_flags", "loader.copies:stage"),
+        "stage": Command(
+            "copy a data set to a local disk", "loader.train.copies:add_flags", "loader.train.copies:stage"
+        ),
         "where": Command("print what a training step saw", "loader.where:add_flags", "loader.where:where"),
     },
 )

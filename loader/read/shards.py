@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from braceexpand import braceexpand
 
-from loader.copies import URL, copy_url
 from loader.order.order import Int64s
 from loader.read.external_tars import scan_tar
+from loader.train.copies import URL, copy_url
 from shardprep.command_line import check_names_are_utf8
 from shardprep.errors import BrokenShard, NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile, is_folder, size_of_file, with_retries

@@ -132,7 +132,7 @@ _OF_FILES = {
 }  # fmt: skip
 # What is touched so, by module: none of it lies in a data set.
 AROUND_FOLDERS = {
-    "loader/copies.py": "the cache of tars behind URLs, in a folder of this user",
+    "loader/train/copies.py": "the cache of tars behind URLs, in a folder of this user",
     "loader/read/external_tars.py": "tars of other tools",
     "loader/ranks.py": "a note beside the data set, for other ranks",
     "loader/read/shards.py": "patterns and tars of other tools",

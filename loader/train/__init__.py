@@ -1,0 +1,1 @@
+"""What training loops and frameworks use beside the loader."""

@@ -91,7 +91,7 @@ BY_HAND = [
      "num_slots), process_rank.rank,", "num_slots), (process_rank.rank + 1) % process_rank.world_size,"),
     ("a resumed run keeps its schedule of weights", "loader/order/mixture.py",
      "stages=tuple(stages), batches_per_tick", "stages=tuple(stages[:1]), batches_per_tick"),
-    ("positions begin at 0 in each document", "loader/boundaries.py",
+    ("positions begin at 0 in each document", "loader/batch/boundaries.py",
      "np.subtract(_places(num_places), positions", "np.remainder(_places(num_places), shape[1]"),
     ("each epoch has an order of its own", "loader/order/order.py",
      "hash_ints(self.seed, epoch, _WINDOWS", "hash_ints(self.seed, 0, _WINDOWS"),

@@ -1,0 +1,1 @@
+"""From chunks to the batches of a rank, in order."""

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loader.batch.batches import LoaderMetrics as LoaderMetrics
     from loader.batch.boundaries import check_boundaries as check_boundaries
     from loader.batch.boundaries import mask_documents as mask_documents
-    from loader.batches import LoaderMetrics as LoaderMetrics
     from loader.collator import CausalLMCollator as CausalLMCollator
     from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _NAMES_OF_MODULE = {
     "shardprep.errors": "BrokenShard MissingShard NotFound OtherTokenizer ReadWriteError ShardprepError "
     "UnknownVersion UsageError",
-    "loader.batches": "LoaderMetrics",
+    "loader.batch.batches": "LoaderMetrics",
     "loader.batch.boundaries": "check_boundaries mask_documents",
     "loader.collator": "CausalLMCollator",
     "loader.dataloader": "TokenLoader get_llama3_dataloader",

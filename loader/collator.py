@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.batches import PaddedBatches, PadToken, choose_pad_token, log_pad_token
+from loader.batch.batches import PaddedBatches, PadToken, choose_pad_token, log_pad_token
 from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError
 

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from loader.batch.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.batch.boundaries import Boundary, boundary_names
-from loader.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.order.mixture import (
     MAX_EPOCH,
     Position,

@@ -30,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loader.batches import LoaderMetrics, StepBatches
+from loader.batch.batches import LoaderMetrics, StepBatches
 from loader.order.mixture import Position, Run
 from loader.order.order import share
 from loader.read.chunks import Chunk, RunReader

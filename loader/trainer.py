@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
+from loader.batch.batches import Batch
 from loader.batch.boundaries import why_unchecked
-from loader.batches import Batch
 from loader.dataloader import TokenLoader
 from loader.training import LossMean, SourceLosses
 from shardprep.errors import UsageError

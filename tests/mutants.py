@@ -70,10 +70,10 @@ LIMITS = {  # 240 s of CPU time for all tests, which take 60 s
 
 # Changes by hand: a promise that is broken, a file, a text in it, and its replacement.
 BY_HAND = [
-    ("labels are the ids of their places", "loader/batches.py",
+    ("labels are the ids of their places", "loader/batch/batches.py",
      "np.where(is_real, ids, IGNORED)", "np.where(is_real, np.roll(ids, -1, 1), IGNORED)"),
-    ("padding has no label", "loader/batches.py", "np.where(is_real, ids, IGNORED)", "ids.copy()"),
-    ("what the user says in a conversation has no label", "loader/batches.py",
+    ("padding has no label", "loader/batch/batches.py", "np.where(is_real, ids, IGNORED)", "ids.copy()"),
+    ("what the user says in a conversation has no label", "loader/batch/batches.py",
      "labels[labels < 0] = IGNORED", "labels &= ID_BITS"),
     ("the last document of a block is there", "preprocess/read/lines.py",
      "data[:cut]]), num_bytes", 'data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes'),

@@ -224,7 +224,7 @@ def test_batches_without_targets_are_warned_of_once(
             caplog.clear()
             batches: list[Any] = [*loader]
         assert all((batch["labels"] != -100).any() for batch in batches)
-        return sum(record.name == "loader.batches" for record in caplog.records)
+        return sum(record.name == "loader.batch.batches" for record in caplog.records)
 
     collator = CausalLMCollator(AutoTokenizer.from_pretrained(numbered))
     for options in ({}, {"collate_fn": collator}, {"collate_fn": lambda rows: {**collator(rows)}}):

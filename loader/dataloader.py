@@ -22,6 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from loader.batch.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.batch.boundaries import Boundary, boundary_names
+from loader.batch.stream import BatchStream
 from loader.order.mixture import (
     MAX_EPOCH,
     Position,
@@ -49,7 +50,6 @@ from loader.read.samples import (
 )
 from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
 from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
-from loader.stream import BatchStream
 from shardprep.errors import UsageError
 from shardprep.meanings import ARGUMENTS
 

@@ -136,7 +136,7 @@ AROUND_FOLDERS = {
     "loader/read/external_tars.py": "tars of other tools",
     "loader/ranks.py": "a note beside the data set, for other ranks",
     "loader/read/shards.py": "patterns and tars of other tools",
-    "loader/stream.py": "the user's script",
+    "loader/batch/stream.py": "the user's script",
     "loader/read/tokenizer.py": "a model's folder",
     "loader/where.py": "a state that the user names",
     "lustre/__main__.py": "names for a table",

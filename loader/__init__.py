@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from loader.batch.batches import LoaderMetrics as LoaderMetrics
     from loader.batch.boundaries import check_boundaries as check_boundaries
     from loader.batch.boundaries import mask_documents as mask_documents
-    from loader.collator import CausalLMCollator as CausalLMCollator
+    from loader.batch.collator import CausalLMCollator as CausalLMCollator
     from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
     from loader.order.mixture import OtherRun as OtherRun
@@ -45,7 +45,7 @@ _NAMES_OF_MODULE = {
     "UnknownVersion UsageError",
     "loader.batch.batches": "LoaderMetrics",
     "loader.batch.boundaries": "check_boundaries mask_documents",
-    "loader.collator": "CausalLMCollator",
+    "loader.batch.collator": "CausalLMCollator",
     "loader.dataloader": "TokenLoader get_llama3_dataloader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
     "loader.order.mixture": "OtherRun Position",

@@ -182,7 +182,9 @@ class TokenLoader(DataLoader[Batch]):
         """Return the user's function, or a DataCollatorForLanguageModeling that makes the same batches."""
         if self.step_batches.collate_fn is not None:
             return self.step_batches.collate_fn
-        from loader.collator import CausalLMCollator  # imports transformers, which the loader does not need
+        from loader.batch.collator import (
+            CausalLMCollator,  # imports transformers, which the loader does not need
+        )
 
         multiple, width = self.step_batches.padded.pad_to_multiple_of, self.step_batches.padded.pad_to_length
         return CausalLMCollator(self.tokenizer, pad_to_multiple_of=multiple, pad_to_length=width)

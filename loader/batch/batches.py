@@ -203,7 +203,9 @@ class StepBatches:
 
     def __post_init__(self) -> None:
         self.may_lack_labels = self.padded.has_masks or self.padded.has_blanks
-        self.is_custom = self.collate_fn is not None and type(self.collate_fn).__module__ != "loader.collator"
+        self.is_custom = (
+            self.collate_fn is not None and type(self.collate_fn).__module__ != "loader.batch.collator"
+        )
         for name, is_wanted in (("origins", self.origins), ("boundaries", self.boundaries)):
             if is_wanted and self.is_custom:
                 raise UsageError(f"{name}= does not work with a collate_fn; leave out one of the two")

@@ -67,7 +67,9 @@ PROGRAM = Program(
         "stage": Command(
             "copy a data set to a local disk", "loader.train.copies:add_flags", "loader.train.copies:stage"
         ),
-        "where": Command("print what a training step saw", "loader.where:add_flags", "loader.where:where"),
+        "where": Command(
+            "print what a training step saw", "loader.train.where:add_flags", "loader.train.where:where"
+        ),
     },
 )
 

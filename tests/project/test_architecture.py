@@ -138,7 +138,7 @@ AROUND_FOLDERS = {
     "loader/read/shards.py": "patterns and tars of other tools",
     "loader/batch/stream.py": "the user's script",
     "loader/read/tokenizer.py": "a model's folder",
-    "loader/where.py": "a state that the user names",
+    "loader/train/where.py": "a state that the user names",
     "lustre/__main__.py": "names for a table",
     "lustre/layout.py": "a new file that keeps a layout, created exclusively",
     "lustre/lfs.py": "/proc",

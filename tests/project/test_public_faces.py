@@ -58,7 +58,7 @@ def test_tests_import_no_internal_names_and_match_no_sentences(folder: str) -> N
 def test_the_check_finds_internal_names_and_sentences(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "from loader import get_llama3_dataloader\n"
-        "from loader.order.order import lane, block\n"
+        "from loader.order import lane, block\n"
         "import shardprep.files, preprocess.__main__\n"
         "with pytest.raises(ValueError, match='no'): pass\n"
     )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from loader.order.order import Int64s
+from loader.order.hashes import Int64s
 from loader.read.chunks import Edges
 from shardprep.errors import Refused, UsageError
 

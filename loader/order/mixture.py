@@ -37,7 +37,8 @@ from typing import Annotated, Any, NamedTuple, SupportsIndex
 import numpy as np
 from msgspec import Meta
 
-from loader.order.order import ORDER_VERSION, Int64s, Order, choose_windows, hash_array, hash_ints
+from loader.order.hashes import Int64s, hash_array, hash_ints
+from loader.order.order import ORDER_VERSION, Order, choose_windows
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.names import as_type
 

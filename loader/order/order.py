@@ -26,16 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.order.hashes import Int64s, hash_array, hash_ints, permute
 from shardprep.errors import UsageError
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
-Int32s: TypeAlias = npt.NDArray[np.int32]
 
 ORDER_VERSION = 2
 BLOCK_BYTES = (128 << 10, 512 << 10)  # least and most bytes of a block, the unit of reading
@@ -46,7 +42,6 @@ BLOCKS_PER_SLOT = 16  # at least, if there are enough samples: with fewer, slots
 GROUPED_SAMPLES = 8192  # most samples of a window sorted by length: more would need less padding, more memory
 GROUPED_BYTES = 64 << 20  # most bytes of such a window
 _ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # purposes of a hash
-_TABLE_SIZE = 4096  # largest permutation that is computed as a whole
 
 NumTokens = Callable[[Int64s], Int64s]
 
@@ -195,72 +190,3 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
 def share(slots: range, part: int, num_parts: int) -> range:
     """Return one of ``num_parts`` consecutive parts of some slots. Their sizes differ by at most one."""
     return slots[len(slots) * part // num_parts : len(slots) * (part + 1) // num_parts]
-
-
-# Random numbers: from our own hash, because numpy's streams may change between its versions.
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
-FEISTEL_ROUNDS = 6
-
-
-def hash_ints(*values: int) -> int:
-    """Hash a sequence of integers to 64 bits by chained splitmix64."""
-    state = 0
-    for value in values:
-        state = ((state + _GOLDEN ^ value) + _GOLDEN) & _MASK
-        state = ((state ^ state >> 30) * _FIRST) & _MASK
-        state = ((state ^ state >> 27) * _SECOND) & _MASK
-        state ^= state >> 31
-    return state
-
-
-def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
-    """Hash each value with a key by splitmix64: uint64, in the shape to which the two broadcast."""
-    state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
-    state = state + np.uint64(_GOLDEN)
-    state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
-    state = (state ^ state >> np.uint64(27)) * np.uint64(_SECOND)
-    return state ^ state >> np.uint64(31)
-
-
-def permute(positions: Int64s, count: int, key: int) -> Int64s:
-    """Apply a keyed permutation of ``range(count)`` to positions, in the same shape.
-
-    It applies a Feistel network over the next power of four until the value is below ``count``, fewer than
-    four times on average. So it needs no table of ``count`` numbers, unless ``count`` is small.
-    """
-    if count < 2:
-        return positions.copy()
-    half = ((count - 1).bit_length() + 1) // 2  # half the bits of a value
-    if count <= _TABLE_SIZE:
-        return _permutation(count, half, key)[positions]
-    found = _feistel(positions.reshape(-1), half, key)
-    walking = np.flatnonzero(found >= count)
-    while walking.size:
-        found[walking] = _feistel(found[walking], half, key)
-        walking = walking[found[walking] >= count]
-    return found.reshape(positions.shape)
-
-
-@lru_cache(maxsize=8)
-def _permutation(count: int, half: int, key: int) -> Int64s:
-    """Compute a small permutation, int64[count]. It is cached, since all windows of an epoch use it."""
-    # Apply the network to all values at once: repeating it for ever fewer values takes five times as long.
-    whole = _feistel(np.arange(1 << 2 * half), half, key)
-    found = whole[:count].copy()
-    while (walking := np.flatnonzero(found >= count)).size:
-        found[walking] = whole[found[walking]]
-    return found
-
-
-def _feistel(values: Int64s, half: int, key: int) -> Int64s:
-    """Apply the network once to values of ``2 * half`` bits: int64[n] -> int64[n]."""
-    mask = (1 << half) - 1
-    left, right = values >> half, values & mask
-    for round_ in range(FEISTEL_ROUNDS):
-        sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
-        left, right = right, left ^ sent
-    return left << half | right

@@ -19,8 +19,8 @@ from msgspec import Meta, MsgspecError
 from msgspec.json import Decoder
 from numpy.lib.stride_tricks import sliding_window_view
 
+from loader.order.hashes import Int32s, Int64s
 from loader.order.mixture import Round, Run, Source
-from loader.order.order import Int32s, Int64s
 from loader.read.external_tars import JSON, TOKEN_DTYPES
 from loader.read.reading import SampleBytes, ShardReader
 from shardprep.format.names import BLANK

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from loader.order.order import Int64s
+from loader.order.hashes import Int64s
 from loader.read.external_tars import TOKEN_DTYPES
 from loader.read.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from loader.order.hashes import Int32s, Int64s
 from loader.order.mixture import (
     CYCLE,
     MAX_EPOCH,
@@ -30,7 +31,7 @@ from loader.order.mixture import (
     source_seed,
     whole_number,
 )
-from loader.order.order import Int32s, Int64s, Order
+from loader.order.order import Order
 from loader.read.chunks import (
     NO_LABEL,
     Chunk,

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from braceexpand import braceexpand
 
-from loader.order.order import Int64s
+from loader.order.hashes import Int64s
 from loader.read.external_tars import scan_tar
 from loader.train.copies import URL, copy_url
 from shardprep.command_line import check_names_are_utf8

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from loader.batch.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_token
 from loader.batch.boundaries import HostNumber, document_numbers
 from loader.dataloader import TokenLoader
-from loader.order.order import Int64s
+from loader.order.hashes import Int64s
 from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError
 

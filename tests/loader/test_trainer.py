@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from loader.boundaries import sdpa_mask
-from loader.trainer import LoaderMixin
 from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Trainer, TrainingArguments
 
 from loader import SourceLosses, TokenLoader, UsageError, evaluation_loss, mask_documents
+from loader.boundaries import sdpa_mask
+from loader.trainer import LoaderMixin
 from shardprep.errors import Refused
 from tests.attention_families import small_model
 from tests.external_tars import write_numbered_data

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from loader.batch.collator import CausalLMCollator as CausalLMCollator
     from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
-    from loader.order.mixture import OtherRun as OtherRun
     from loader.order.mixture import Position as Position
+    from loader.order.state import OtherRun as OtherRun
     from loader.ranks import ProcessRank as ProcessRank
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank

@@ -23,19 +23,11 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.batch.batches import Batch, Collate, LoaderMetrics, StepBatches, Targets, padded_batches
 from loader.batch.boundaries import Boundary, boundary_names
 from loader.batch.stream import BatchStream
-from loader.order.mixture import (
-    MAX_EPOCH,
-    Position,
-    Resumed,
-    Run,
-    Skips,
-    is_same_run,
-    resume_run,
-    run_as_saved,
-    state_of,
-    whole_number,
-)
+from loader.order.checks import whole_number
+from loader.order.mixture import Position, Run
 from loader.order.order import share
+from loader.order.resume import Resumed, resume_run, run_as_saved
+from loader.order.state import MAX_EPOCH, Skips, is_same_run, state_of
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
 from loader.read.chunks import IGNORED
 from loader.read.samples import (

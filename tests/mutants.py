@@ -42,9 +42,15 @@ from tests.equivalent_mutants import EQUIVALENT
 
 # Files to break: the order of samples, how they are read and laid out, how shards are made, which are done.
 TARGETS = (
+    "loader/order/hashes.py",
     "loader/order/order.py",
     "loader/order/mixture.py",
+    "loader/order/amendment.py",
+    "loader/order/state.py",
+    "loader/order/resume.py",
     "loader/read/chunks.py",
+    "loader/read/json_ids.py",
+    "loader/batch/run_reader.py",
     "loader/read/reading.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
@@ -85,11 +91,11 @@ BY_HAND = [
      "for key, file in written.items():\n            file.publish()",
      "self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())\n"
      + 8 * " " + "for key, file in written.items():\n            file.publish()"),
-    ("a state counts the step that the loop holds", "loader/order/mixture.py",
+    ("a state counts the step that the loop holds", "loader/order/state.py",
      "position.step - run.first_step(epoch),", "max(position.step - 1 - run.first_step(epoch), 0),"),
     ("rank r has the r-th part of a global batch", "loader/dataloader.py",
      "num_slots), process_rank.rank,", "num_slots), (process_rank.rank + 1) % process_rank.world_size,"),
-    ("a resumed run keeps its schedule of weights", "loader/order/mixture.py",
+    ("a resumed run keeps its schedule of weights", "loader/order/resume.py",
      "stages=tuple(stages), batches_per_tick", "stages=tuple(stages[:1]), batches_per_tick"),
     ("positions begin at 0 in each document", "loader/batch/boundaries.py",
      "np.subtract(_places(num_places), positions", "np.remainder(_places(num_places), shape[1]"),

@@ -190,3 +190,10 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
 def share(slots: range, part: int, num_parts: int) -> range:
     """Return one of ``num_parts`` consecutive parts of some slots. Their sizes differ by at most one."""
     return slots[len(slots) * part // num_parts : len(slots) * (part + 1) // num_parts]
+
+
+def sizes_of_order(num_samples: int, num_bytes: int, tick_samples: int, group: int) -> dict[str, Any]:
+    """Choose the sizes of a source's order, by their names in Order."""
+    sizes = {"num_samples": num_samples, "tick_samples": tick_samples}
+    block, window = choose_windows(**sizes, num_bytes=num_bytes, group=group)
+    return {**sizes, "block_samples": block, "window_samples": window}

@@ -19,19 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from loader.order.checks import check_batch, whole_number
 from loader.order.hashes import Int32s, Int64s
-from loader.order.mixture import (
-    CYCLE,
-    MAX_EPOCH,
-    Run,
-    Source,
-    Stage,
-    check_batch,
-    sizes_of_order,
-    source_seed,
-    whole_number,
-)
-from loader.order.order import Order
+from loader.order.mixture import CYCLE, Run, Source, Stage, source_seed
+from loader.order.order import Order, sizes_of_order
+from loader.order.state import MAX_EPOCH
 from loader.read.chunks import (
     NO_LABEL,
     Chunk,

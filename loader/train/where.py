@@ -24,7 +24,8 @@ import torch
 
 from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order.hashes import Int64s
-from loader.order.mixture import STATE_FORMAT, Position, Run
+from loader.order.mixture import Position, Run
+from loader.order.state import STATE_FORMAT
 from loader.read.chunks import Chunk, Ragged, RunReader, Window
 from loader.read.reading import ShardReader
 from loader.read.samples import JoinedRows, Samples

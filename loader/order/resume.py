@@ -1,0 +1,210 @@
+"""What a loader continues with: the run of a state, or the run that its arguments describe.
+
+The second one is the plan. If both are equal from the state's position on, the loader resumes the state's
+run. Otherwise it raises an error or, with ``amend``, follows the plan from the next border on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
+from typing import Any, NamedTuple
+
+from loader.order.amendment import amended, last_amended, with_amended_mark
+from loader.order.checks import check_batch
+from loader.order.mixture import CYCLE, Position, Run, Source, Stage, source_seed
+from loader.order.order import sizes_of_order
+from loader.order.state import (
+    ORDER_SIZES,
+    OtherRun,
+    SavedState,
+    Skips,
+    damaged_state,
+    is_same_run,
+    read_state,
+    skips_of,
+)
+from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
+
+
+class Resumed(NamedTuple):
+    """What a loader continues with."""
+
+    run: Run
+    position: Position
+    skips: Skips
+    border: int | None = None  # the step at which an amendment begins, if this load has made one
+
+
+def resume_run(
+    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, current: Run, amend: bool
+) -> Resumed:
+    """Resume a loader with a plan from a state, or raise an error that names the difference.
+
+    A state of ``current``, the loader's run, is a position in it: the plan has been compared before.
+    """
+    saved = read_state(state)
+    _check_fingerprint(saved, plan)
+    _check_data(saved, plan)
+    skips = skips_of(saved)
+    # Before the first sample an amendment replaces the whole run, which may have another L.
+    is_new = not (saved.epoch or saved.step or saved.num_micro)
+    as_planned = Resumed(plan, Position(), skips, border=0)
+    has_other_ticks = saved.tick_samples != plan.tick_samples
+    if amend and is_new and has_other_ticks and saved.tick_samples != current.tick_samples:
+        return as_planned
+    run = _run_of(saved, plan, layout)
+    position = _position_of(saved, run, layout)
+    if is_same_run(run, current):
+        _check_sources(run, plan, position.step)
+        return Resumed(run, position, skips)
+    if amend and is_new and has_other_ticks:
+        return as_planned
+    step = position.step
+    plan = _in_ticks_of(run, plan)
+    # The arguments may already describe an amendment that begins later: compare the steps from it on.
+    amended_at = last_amended(run)
+    since = max(step, amended_at)
+    saved_stages = run.stages_from(since)
+    planned_stages = plan.in_order_of(run.sources).stages_from(since)
+    border = None
+    if saved_stages != planned_stages:
+        if not amend or run.is_validation:
+            was, wanted = "; ".join(map(str, saved_stages)), "; ".join(map(str, planned_stages))
+            remedy = None if run.is_validation else "amend=True"
+            advice = f"{remedy} to change the run from the next border on, or " if remedy else ""
+            found = f"the state of step {step} belongs to another run: {was}"
+            expected = f"{wanted}; pass {advice}the arguments of that run"
+            raise OtherRun(found=found, expected=expected, remedy=remedy)
+        if position.num_micro:
+            found = f"amend=True with a state from within a step (num_micro {position.num_micro})"
+            raise UsageError(found=found, expected="a state that was saved after the optimizer's step")
+        if is_new:
+            return as_planned
+        run, border = amended(run, step, plan)
+    elif amend and plan.in_order_of(run.sources).stages_from(amended_at) != run.stages_from(amended_at):
+        # The arguments differ from the run's past alone. They count from this step on.
+        run = with_amended_mark(run, step)
+    _check_sources(run, plan, step)
+    return Resumed(run, position, skips, border)
+
+
+def run_as_saved(data: Run, state: Mapping[str, Any], layout: Mapping[str, int]) -> Resumed:
+    """Return the run of a state at the beginning of its step, if ``data`` has the samples that it reads.
+
+    Stages and sizes of ``data`` do not count. Raises an error for other data or another order.
+    """
+    saved = read_state(state)
+    _check_fingerprint(saved, data)
+    _check_data(saved, data)
+    run = _run_of(saved, data, layout)
+    position = Position(_position_of(replace(saved, num_micro=0), run, layout).step)
+    _check_sources(run, data, position.step)
+    return Resumed(run, position, skips_of(saved))
+
+
+def _check_sources(run: Run, data: Run, step: int) -> None:
+    """Raise OtherRun if a run needs other sources than those of ``data`` from a step on."""
+    given = [source.name for source in data.sources]
+    for stage in run.stages_from(step):
+        for name in stage.weights.keys() - set(given):
+            found = f"sources {given}, but the run has samples of {name} from step {stage.step} on"
+            expected = f"{name} in input_shards as well, without a weight if you want to drop it"
+            raise OtherRun(found=found, expected=expected)
+
+
+def _check_fingerprint(saved: SavedState, plan: Run) -> None:
+    """Raise OtherRun, OtherTokenizer or UnknownVersion if the state's fingerprint is not the plan's."""
+    old, new = dict(saved.fingerprint), plan.fingerprint
+    if not plan.is_mixture:  # it cannot get more sources, so its data is as fixed as its settings
+        old["data"], new["data"] = saved.sources[0].data, plan.sources[0].data
+    differing = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+    if not differing:
+        return
+    found = "; ".join(f"{name} {old.get(name)!r:.20}" for name in differing)
+    wanted = "; ".join(f"{name} {new.get(name)!r:.20}" for name in differing)
+    error: type[Refused] = OtherTokenizer if differing == ["tokenizer"] else OtherRun
+    if "order_version" in differing:
+        error = UnknownVersion
+    advice = "resume with the shardprep and the arguments of that run, or start without the state"
+    raise error(found=f"the state belongs to another run: {found}", expected=wanted, advice=advice)
+
+
+def _check_data(saved: SavedState, plan: Run) -> None:
+    """Raise OtherRun if the data of a source is not the state's."""
+    planned = {source.name: source for source in plan.sources}
+    for row in saved.sources:
+        source = planned.get(row.name)
+        if source and (row.data, row.num_samples) != (source.data, source.order.num_samples):
+            found = f"the source {row.name} in the state has data {row.data}, {row.num_samples:,} samples"
+            remedy = f'{{"{row.name}": ..., "{row.name}_2": NEW}}'
+            advice = f"Keep its folders and their order; add others as another source, {remedy}"
+            expected = f"data {source.data}, {source.order.num_samples:,} samples. {advice}"
+            expected += ", with weights for both and amend=True"
+            raise OtherRun(found=found, expected=expected, remedy=remedy)
+
+
+def _run_of(saved: SavedState, plan: Run, layout: Mapping[str, int]) -> Run:
+    """Return the run of a state, divided into this loader's batches. Raises BrokenShard or OtherRun."""
+    size = saved.tick_samples
+    try:
+        check_batch(size, plan.order.group, **layout)
+    except UsageError as error:
+        found = f"{error.found} in the state, whose order takes {size} samples at a time"
+        samples_per_rank, rest = divmod(size, layout["world_size"])
+        advice = f"use a number of ranks that divides {size}"
+        if not rest:
+            batch_size = gcd(samples_per_rank, layout["batch_size"])
+            of_run = saved.stages[0].global_batch_size
+            advice = f"pass the run's global_batch_size={of_run} and batch_size={batch_size}"
+        raise OtherRun(found=found, expected=error.expected, advice=advice) from None
+    sources, stages = [], []
+    weights: dict[str, float] = {}
+    try:
+        for number, row in enumerate(saved.sources):
+            seed = source_seed(plan.seed, number) if plan.is_mixture else plan.seed
+            sizes = {name: getattr(row, name) for name in ORDER_SIZES}
+            order = replace(plan.order, tick_samples=size, seed=seed, **sizes)
+            sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
+        for step, global_batch_size, shares, is_amended in saved.stages:
+            if shares is not None:
+                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
+            stage = Stage(step=step, global_batch_size=global_batch_size, weights=weights)
+            stages.append(replace(stage, begins_round=shares is not None, is_amended=is_amended))
+        num_batches = size // (layout["batch_size"] * layout["world_size"])
+        return replace(plan, sources=tuple(sources), stages=tuple(stages), batches_per_tick=num_batches)
+    except UsageError as error:  # impossible orders or sizes
+        raise BrokenShard(f"the state is damaged: {error}") from None
+
+
+def _position_of(saved: SavedState, run: Run, layout: Mapping[str, int]) -> Position:
+    """Return the position of a state. Raises BrokenShard or UsageError if it does not fit the run."""
+    if saved.num_micro and saved.layout != layout:
+        found = f"a state from within a step (num_micro {saved.num_micro}) with {saved.layout}"
+        expected = f"a state saved after the optimizer's step, or those sizes, not {dict(layout)}"
+        raise UsageError(found=found, expected=expected)
+    if saved.step >= (num_steps := run.steps_in(saved.epoch)):
+        raise damaged_state(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
+    position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
+    if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
+        raise UsageError(found=f"a state with num_micro {saved.num_micro}", expected=f"below {num_batches}")
+    if saved.since > position.step:
+        raise damaged_state(f"since is {saved.since}", f"at most {position.step}, its step")
+    return position
+
+
+def _in_ticks_of(run: Run, plan: Run) -> Run:
+    """Return a plan in the ticks of a run. Raises OtherRun if its sizes are not multiples of L."""
+    size = run.tick_samples
+    for stage in plan.stages:
+        if stage.global_batch_size % size:
+            found = f"global_batch_size={stage.global_batch_size} from step {stage.step} on"
+            expected = f"a multiple of {size}, which the state's order takes at a time"
+            raise OtherRun(found=found, expected=expected)
+    sources = []
+    for source in plan.sources:
+        num_samples = source.order.num_samples
+        sizes = sizes_of_order(num_samples, source.num_bytes, size, source.order.group)
+        sources.append(replace(source, order=replace(source.order, **sizes)))
+    return replace(plan, sources=tuple(sources))

@@ -1,0 +1,181 @@
+"""The state of a loader in a checkpoint: a position, and the run that led to it, as plain values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
+
+from loader.order.mixture import CYCLE, Position, Run
+from shardprep.errors import BrokenShard, Refused, UnknownVersion, UsageError
+from shardprep.format.names import as_type
+
+STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 5
+MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64
+_Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+_Number = Annotated[int, Meta(ge=1, le=2**62)]
+ORDER_SIZES = ("num_samples", "block_samples", "window_samples")  # fields of both Order and _SourceRow
+
+
+class Skips(NamedTuple):
+    """What ``set_epoch`` skipped or repeated."""
+
+    num_left: int = 0  # steps that were skipped, minus those that were repeated
+    since: int = 0  # the step to which it moved last
+    delivered: Mapping[str, int] = {}  # samples of each source that were delivered before it moved there
+
+
+class OtherRun(Refused):
+    """A loader's state has other data or another order."""
+
+
+class _SourceRow(NamedTuple):
+    name: str
+    data: str
+    num_samples: _Number
+    block_samples: _Number
+    window_samples: _Number
+    added_at: _Count
+    num_delivered: Annotated[int, Meta(ge=0)]  # samples before ``since``
+
+
+class _StageRow(NamedTuple):
+    step: _Count
+    global_batch_size: _Number
+    shares: list[_Count] | None  # ticks of each source in a cycle; None: unchanged
+    is_amended: bool
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The values of a state, without its format and version."""
+
+    epoch: _Count
+    step: _Count
+    num_micro: _Count
+    num_left: int
+    since: Annotated[int, Meta(ge=0)]
+    layout: dict[str, _Number]
+    targets: str
+    tick_samples: _Number
+    sources: Annotated[list[_SourceRow], Meta(min_length=1)]
+    stages: Annotated[list[_StageRow], Meta(min_length=1)]
+    fingerprint: dict[str, Any]
+
+
+def state_of(
+    run: Run, position: Position, layout: Mapping[str, int], skips: Skips, targets: str
+) -> dict[str, Any]:
+    """Return the state at a position. ``layout`` and ``targets`` are those of the batches.
+
+    All states have the same keys, and no dicts in lists, as torch.distributed.checkpoint requires.
+    """
+    epoch = run.epoch_of(position.step)
+    sources = [[*row, skips.delivered.get(row[0], 0)] for row in _source_rows(run)]
+    state = {
+        "format": STATE_FORMAT,
+        "version": STATE_VERSION,
+        "epoch": epoch,
+        "step": position.step - run.first_step(epoch),
+        "num_micro": position.num_micro,
+        "num_left": skips.num_left,
+        "since": skips.since,
+        "layout": dict(layout),
+        "targets": targets,
+        "tick_samples": run.tick_samples,
+        "sources": sources,
+        "stages": _stage_rows(run),
+        "fingerprint": run.fingerprint,
+    }
+    return {**state, "checksum": checksum_of(state)}
+
+
+def _source_rows(run: Run) -> list[list[Any]]:
+    """Return the sources as lists of plain values, without the samples that were delivered."""
+    rows = []
+    for source in run.sources:
+        sizes = [getattr(source.order, name) for name in ORDER_SIZES]
+        rows.append([source.name, source.data, *sizes, source.added_at])
+    return rows
+
+
+def _stage_rows(run: Run) -> list[list[Any]]:
+    rows = []
+    for stage in run.stages:
+        shares = list(run.shares(stage.weights)) if stage.begins_round else None
+        rows.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
+    return rows
+
+
+def is_same_run(one: Run, other: Run) -> bool:
+    """Return whether two runs deliver the same samples. Rows are compared, since states round the weights."""
+    if (one.tick_samples, one.fingerprint) != (other.tick_samples, other.fingerprint):
+        return False
+    return _source_rows(one) == _source_rows(other) and _stage_rows(one) == _stage_rows(other)
+
+
+def checksum_of(state: Mapping[str, Any]) -> str:
+    """Return the checksum of a state's values, 16 hex digits. Raises TypeError if they are not plain."""
+    names = ["format", "version", *SavedState.__annotations__]
+    known = {name: state[name] for name in names if name in state}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def skips_of(saved: SavedState) -> Skips:
+    delivered = {row.name: row.num_delivered for row in saved.sources}
+    return Skips(saved.num_left, saved.since, delivered)
+
+
+def read_state(state: Mapping[str, Any]) -> SavedState:
+    """Check a state and return its values. Raises UsageError, BrokenShard or UnknownVersion."""
+    if not isinstance(state, Mapping):
+        found, remedy = f"the state is {state!r:.80}", "loader.load_state_dict(torch.load(PATH))"
+        raise UsageError(found=found, expected="a dict that state_dict() returned", remedy=remedy)
+    if state.get("format") != STATE_FORMAT:
+        for name, value in state.items():
+            if isinstance(value, Mapping) and value.get("format") == STATE_FORMAT:
+                remedy = f"loader.load_state_dict(checkpoint[{name!r}])"
+                found = f"a dict that has the state under {name!r}"
+                raise BrokenShard(found=found, expected="the state itself", remedy=remedy)
+        found, remedy = f"the state's format is {state.get('format')!r:.80}", "state_dict()"
+        raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as {remedy} returns it", remedy=remedy)
+    if state.get("version") != STATE_VERSION:
+        found = f"the state has version {state.get('version')!r:.80}"
+        advice = "resume with the shardprep that saved it, or start without the state"
+        raise UnknownVersion(found=found, expected=STATE_VERSION, advice=advice)
+    try:
+        checksum = checksum_of(state)
+    except (TypeError, ValueError, RecursionError):
+        raise damaged_state("values are not plain numbers and texts", "the values of state_dict()") from None
+    if state.get("checksum") != checksum:
+        raise damaged_state("checksum does not fit its values", f"{checksum}, unless values were edited")
+    known = {name: state[name] for name in SavedState.__annotations__ if name in state}
+    try:
+        saved = as_type(Path("state"), known, SavedState)
+    except BrokenShard as error:
+        raise damaged_state(error.found, error.expected) from None
+    names, added = [row.name for row in saved.sources], [row.added_at for row in saved.sources]
+    steps, shares = [row.step for row in saved.stages], [row.shares for row in saved.stages]
+    is_consistent = (
+        len(set(names)) == len(names)
+        and added[0] == 0
+        and added == sorted(added)
+        and steps[0] == 0
+        and steps == sorted(set(steps))
+        and shares[0] is not None
+        and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE) for each in shares)
+        and not any(row.global_batch_size % saved.tick_samples for row in saved.stages)
+    )
+    if not is_consistent:
+        raise damaged_state("sources and stages do not fit together", "sources and stages of one run")
+    return saved
+
+
+def damaged_state(found: object, expected: object) -> BrokenShard:
+    wrong = f"the state is damaged: its {found}"
+    return BrokenShard(found=wrong, expected=expected, advice="use another state")

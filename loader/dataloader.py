@@ -26,21 +26,13 @@ from loader.batch.stream import BatchStream
 from loader.order.checks import whole_number
 from loader.order.mixture import Position, Run
 from loader.order.order import share
+from loader.order.planned import Sizes, Weights, WeightsIn, choose_sizes, make_run
 from loader.order.resume import Resumed, resume_run, run_as_saved
 from loader.order.state import MAX_EPOCH, Skips, is_same_run, state_of
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
 from loader.read.chunks import IGNORED
-from loader.read.samples import (
-    Samples,
-    Sizes,
-    Weights,
-    WeightsIn,
-    check_mixing,
-    choose_sizes,
-    make_run,
-    make_samples,
-)
-from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources
+from loader.read.samples import Samples, facts_of, make_samples
+from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources, is_named_validation
 from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError
 from shardprep.meanings import ARGUMENTS
@@ -758,7 +750,7 @@ def get_llama3_dataloader(
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
-    check_mixing(input_shards, weights, is_validation=is_validation)
+    _check_mixing(input_shards, weights, is_validation=is_validation)
     if padding == "max_length" and max_length is None:
         raise UsageError(found=f"padding={padding!r}", expected="max_length=, the length to pad to")
     shards_by_source = find_sources(
@@ -784,11 +776,12 @@ def get_llama3_dataloader(
         )
         for name, source_shards in shards_by_source.items()
     }
+    counts_tokens = weights is not None and weights_in == "tokens"
+    facts = {name: facts_of(each, counts_tokens=counts_tokens) for name, each in samples.items()}
     run = make_run(
-        samples,
+        facts,
         sizes,
         weights,
-        weights_in,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * process_rank.world_size),
         group=group,
@@ -847,3 +840,15 @@ def get_llama3_dataloader(
             problem = "documents end without EOS, so a model fine-tuned on them never learns to stop"
             logger.warning(f"{problem}; pass seq_len=, or plan the data with --append_eos")
     return loader
+
+
+def _check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
+    """Raise UsageError unless named sources have weights, and a source without a name has none."""
+    if not isinstance(input_shards, Mapping):
+        if weights is not None:
+            remedy = 'input_shards={"web": ..., "code": ...}'
+            raise UsageError(found="weights without named sources", expected=remedy, remedy=remedy)
+    elif is_validation and not (is_named_validation(input_shards) and weights is None):
+        raise UsageError(found='split="validation" with named sources', expected="one loader for each source")
+    elif weights is None and not is_validation:
+        raise UsageError(found="named sources without weights", expected="weights= with a weight for each")

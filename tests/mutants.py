@@ -101,8 +101,8 @@ BY_HAND = [
      "np.subtract(_places(num_places), positions", "np.remainder(_places(num_places), shape[1]"),
     ("each epoch has an order of its own", "loader/order/order.py",
      "hash_ints(self.seed, epoch, _WINDOWS", "hash_ints(self.seed, 0, _WINDOWS"),
-    ("a schedule of batch sizes holds to its last stage", "loader/read/samples.py",
-     "size_at, shares_at = dict(sizes), ", "size_at, shares_at = dict(sizes[:2]), "),
+    ("a schedule of batch sizes holds to its last stage", "loader/order/planned.py",
+     "size_at = dict(sizes)", "size_at = dict(sizes[:2])"),
 ]  # fmt: skip
 
 # Names that are not mutated: functions for messages, arguments for speed, checks of the program itself

@@ -1,29 +1,22 @@
-"""The samples of each source, and the run that the loader's arguments describe.
+"""The samples of a source.
 
 A sample is a stored document (``Samples``), a packed row (``PackedRows``), or a row that is packed at load
 time (``JoinedRows``). ``make_samples`` chooses the kind. Each kind numbers its samples and reads the windows
-that a worker needs. ``make_run`` combines the sources, weights and global batch sizes.
+that a worker needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property, partial
-from math import gcd
-from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.order.checks import check_batch, whole_number
 from loader.order.hashes import Int32s, Int64s
-from loader.order.mixture import CYCLE, Run, Source, Stage, source_seed
-from loader.order.order import Order, sizes_of_order
-from loader.order.state import MAX_EPOCH
+from loader.order.planned import SourceFacts
 from loader.read.chunks import (
     NO_LABEL,
     Chunk,
@@ -36,13 +29,10 @@ from loader.read.chunks import (
 )
 from loader.read.external_tars import TOKEN_DTYPES
 from loader.read.reading import SampleBytes, ShardReader
-from loader.read.shards import ShardSet, is_named_validation
+from loader.read.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 
-Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]"
-Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
-WeightsIn = Literal["tokens", "samples"]
 _MOST_COUNTED = 1 << 20  # samples from which the mean length of a source is computed
 
 
@@ -330,119 +320,15 @@ def make_samples(
     return JoinedRows(shards=shards, row_tokens=seq_len, **others)
 
 
-# The run that the arguments describe.
-
-
-def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
-    """Return pairs of a step and the value from it on. Raises UsageError unless steps ascend from 0."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [(0, value)]
-    try:
-        stages = [(whole_number(name, step, least=0, most=MAX_EPOCH), held) for step, held in value]
-    except (TypeError, ValueError):
-        raise UsageError.of_value(name, value, "pairs of a step and the value from it on") from None
-    steps = [step for step, _ in stages]
-    if steps[:1] != [0] or steps != sorted(set(steps)):
-        raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
-    return stages
-
-
-def choose_sizes(
-    global_batch_size: Sizes | None, group_by_length: bool | int, *, batch_size: int, world_size: int
-) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return L, which divides all sizes, the samples per group, and the sizes by step."""
-    name = "global_batch_size"
-    stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
-    sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
-    given = int(group_by_length) * batch_size if isinstance(group_by_length, bool) else group_by_length
-    group = whole_number("group_by_length", given, least=0) or 1
-    tick_samples = gcd(*(size for _, size in sizes))
-    for step, size in sizes[1:]:
-        if size % (batch_size * world_size):
-            found = f"global_batch_size={size} from step {step} on"
-            step_samples = batch_size * world_size
-            expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
-            raise UsageError(found=found, expected=expected)
-    check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
-    return tick_samples, group, sizes
-
-
-def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
-    """Raise UsageError unless named sources have weights, and a source without a name has none."""
-    if not isinstance(input_shards, Mapping):
-        if weights is not None:
-            remedy = 'input_shards={"web": ..., "code": ...}'
-            raise UsageError(found="weights without named sources", expected=remedy, remedy=remedy)
-    elif is_validation and not (is_named_validation(input_shards) and weights is None):
-        raise UsageError(found='split="validation" with named sources', expected="one loader for each source")
-    elif weights is None and not is_validation:
-        raise UsageError(found="named sources without weights", expected="weights= with a weight for each")
-
-
-def make_run(
-    samples: Mapping[str, Samples],
-    sizes: Sequence[tuple[int, int]],
-    weights: Weights | None,
-    weights_in: WeightsIn,
-    *,
-    tick_samples: int,
-    group: int,
-    seed: int,
-    shuffle: bool,
-    keeps_tail: bool,
-    **others: Any,
-) -> Run:
-    """Return the run that the arguments describe. ``others``: fields of Run. Raises UsageError."""
-    is_mixture = weights is not None
-    sources = []
-    for number, (name, source_samples) in enumerate(samples.items()):
-        num_bytes = source_samples.shards.tar_bytes
-        order = Order(
-            **sizes_of_order(source_samples.num_samples, num_bytes, tick_samples, group),
-            group=group,
-            seed=source_seed(seed, number) if is_mixture else seed,
-            shuffle=shuffle,
-            keeps_tail=keeps_tail,
-        )
-        data = source_samples.shards.fingerprint[:16]
-        sources.append(Source(name=name, data=data, order=order, num_bytes=num_bytes))
-    size_at, shares_at = dict(sizes), {0: dict.fromkeys(samples, 1.0)}
-    if weights is not None:
-        lengths = {name: each.row_tokens for name, each in samples.items()}
-        if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
-        means = dict.fromkeys(samples, 1.0)
-        if weights_in == "tokens":
-            means = {name: _mean_tokens(each) for name, each in samples.items()}
-        shares_at = {step: _shares(given, means) for step, given in _stages("weights", weights)}
-    stages, size, shares = [], size_at[0], shares_at[0]
-    for step in sorted({*size_at, *shares_at}):
-        size, shares = size_at.get(step, size), shares_at.get(step, shares)
-        begins_round = step in shares_at
-        stages.append(Stage(step=step, global_batch_size=size, weights=shares, begins_round=begins_round))
-    return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
-
-
-def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
-    """Return each source's share of the samples. ``means``: tokens per sample; 1 for weights in samples."""
-    given = dict(weights) if isinstance(weights, Mapping) else {}
-    values = [given.get(name, 0.0) for name in means]
-    are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
-    if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
-        expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
-        raise UsageError.of_value("weights", weights, expected)
-    parts = []
-    for mean, value in zip(means.values(), values, strict=True):
-        # Exact fractions, with 0.1 as 1/10, so that proportional weights give equal shares to the last digit.
-        exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
-        parts.append(exact / Fraction(mean))
-    shares = {name: float(part / sum(parts)) for name, part in zip(means, parts, strict=True)}
-    for name, share in shares.items():
-        if 0 < share < 1 / CYCLE:
-            found = f"a weight that gives {name} {share:.2g} of the samples"
-            raise UsageError(found=found, expected=f"at least one of {CYCLE} samples, or 0")
-    return shares
+def facts_of(samples: Samples, *, counts_tokens: bool) -> SourceFacts:
+    """Return what the order needs to know. ``counts_tokens``: the mean length, for weights in tokens."""
+    return SourceFacts(
+        data=samples.shards.fingerprint[:16],
+        num_samples=samples.num_samples,
+        num_bytes=samples.shards.tar_bytes,
+        row_tokens=samples.row_tokens,
+        mean_tokens=_mean_tokens(samples) if counts_tokens else 1.0,
+    )
 
 
 def _mean_tokens(samples: Samples) -> float:

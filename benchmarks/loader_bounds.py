@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from loader_data_sets import BATCH_TOKENS
 
-from loader.read.chunks import DECODE_BYTES, parse_id_lists
+from loader.read.json_ids import DECODE_BYTES, parse_id_lists
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import read_idx, read_index
 from shardprep.format.names import tar_name

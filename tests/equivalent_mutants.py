@@ -30,9 +30,11 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
     ],
     "loader/read/chunks.py": [
+        ("prepend=-1) >", "prepend=-(2)) >", "any negative number is below the first begin, which is 0"),
+    ],
+    "loader/read/json_ids.py": [
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 < ids.min() <= ids.max() < vocab_size)", SPEED),
-        ("prepend=-1) >", "prepend=-(2)) >", "any negative number is below the first begin, which is 0"),
         ("not in (0, num_commas)", "not in ((1), num_commas)", SPEED),
         ("else 1, out=begins", "else (2), out=begins", SPEED),
         ("_PAD = bytes(8)", "_PAD = bytes((9))", MEMORY),
@@ -48,6 +50,8 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("ids.max()) < 2**31", "ids.max()) < 2**(32)", "no vocabulary has such ids"),
         ("data.dtype[part] == JSON", "(data.dtype[part] != JSON)", SPEED),
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
+    ],
+    "loader/batch/run_reader.py": [
         ("round_.first <= run_tick < round_.end", "(round_.first < run_tick < round_.end)", SPEED),
         ("run.row_tokens", "(not (run.row_tokens))", SPEED),
         ("laid_out is None", "(laid_out is not None)", SPEED),

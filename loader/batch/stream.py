@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loader.batch.batches import LoaderMetrics, StepBatches
+from loader.batch.run_reader import RunReader
 from loader.order.mixture import Position, Run
 from loader.order.order import share
-from loader.read.chunks import Chunk, RunReader
+from loader.read.chunks import Chunk
 from loader.read.samples import Samples
 from shardprep.child_process import new_process
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError

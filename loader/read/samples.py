@@ -17,17 +17,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.order.hashes import Int32s, Int64s
 from loader.order.planned import SourceFacts
-from loader.read.chunks import (
-    NO_LABEL,
-    Chunk,
-    Integers,
-    Ragged,
-    Window,
-    check_vocab,
-    decode_samples,
-    join_ranges,
-)
+from loader.read.chunks import NO_LABEL, Chunk, Integers, Ragged, Window
 from loader.read.external_tars import TOKEN_DTYPES
+from loader.read.json_ids import check_vocab, decode_samples, join_ranges
 from loader.read.reading import SampleBytes, ShardReader
 from loader.read.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError

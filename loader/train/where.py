@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from loader.batch.run_reader import RunReader
 from loader.dataloader import TokenLoader, get_llama3_dataloader
 from loader.order.hashes import Int64s
 from loader.order.mixture import Position, Run
 from loader.order.state import STATE_FORMAT
-from loader.read.chunks import Chunk, Ragged, RunReader, Window
+from loader.read.chunks import Chunk, Ragged, Window
 from loader.read.reading import ShardReader
 from loader.read.samples import JoinedRows, Samples
 from loader.read.shards import VALIDATION, ShardSet

@@ -1,0 +1,135 @@
+"""Reads the chunks of a run, for some of its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from loader.order.mixture import Round, Run, Source
+from loader.read.chunks import ORIGIN, Chunk, Ragged, Window
+from loader.read.reading import ShardReader
+
+
+class RunReader:
+    """Reads the ticks of a run for some of its slots. Shards stay open until ``close``."""
+
+    def __init__(self, run: Run, samples: Mapping[str, Any], slots: range) -> None:
+        self._run = run
+        self._slots = slots
+        # By number. The run has dropped a source without samples: resume_run refuses one that is still read.
+        self._sources: dict[int, _SourceReader] = {}
+        for number, source in enumerate(run.sources):
+            if source.name in samples:
+                self._sources[number] = _SourceReader(source, samples[source.name], number, slots)
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def chunks(self, first_epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
+        """Yield the ticks of an epoch from ``tick`` on, and those of later epochs if ``endless``.
+
+        A chunk has up to ``chunk_ticks`` ticks, and ends where a window, a round or an epoch ends.
+        """
+        run = self._run
+        round_: Round | None = None
+        laid_out: Chunk | None = None  # the ticks of that round
+        for epoch in count(first_epoch) if endless else (first_epoch,):
+            first_tick = epoch * run.ticks_per_epoch
+            run_tick = first_tick + (tick if epoch == first_epoch else 0)  # counted through all epochs
+            end = first_tick + run.ticks_in(epoch)  # the ticks after it are not used
+            while run_tick < end:
+                only = run.only_source_at(run_tick)
+                if only is not None:
+                    source, source_tick, stage_end = only
+                    most = min(run_tick + chunk_ticks, stage_end, end) - run_tick
+                    chunk = self._sources[source].chunk(source_tick, most)
+                    run_tick += chunk.num_ticks
+                    yield chunk
+                    del chunk  # it may keep its window in memory while the next one is read
+                    continue
+                if laid_out is None or round_ is None or not round_.first <= run_tick < round_.end:
+                    laid_out, round_ = None, run.round_at(run_tick)  # frees the last round before reading
+                    laid_out = self._lay_out(round_)
+                first, run_tick = run_tick, min(run_tick + chunk_ticks, round_.end, end)
+                ticks = slice(first - round_.first, run_tick - round_.first)
+                ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
+                yield replace(
+                    laid_out,
+                    lengths=laid_out.lengths[:, ticks],
+                    # Joining documents here costs less than tick by tick.
+                    ids=ids if run.row_tokens else ids.joined(),
+                    documents=documents and documents.ticks(ticks),
+                )
+                laid_out = replace(laid_out, num_cut=0)  # the round's first chunk has reported them
+
+    def _lay_out(self, round_: Round) -> Chunk:
+        """Read a round: each slot takes a source's next samples at the ticks of the source in its pattern."""
+        run = self._run
+        pattern = np.repeat(run.pattern(round_, self._slots), run.order.group, axis=0)
+        lengths, num_cut = np.empty(pattern.shape, np.int32), 0
+        ids = Ragged.empty(pattern.shape, run.row_tokens)
+        documents = Ragged.empty(pattern.shape)
+        rows = np.arange(len(pattern))[:, None]
+        for number in np.unique(round_.sources).tolist():
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # ascending in each row
+            done, num_ticks = 0, columns.shape[1]
+            while done < num_ticks:
+                tick = int(round_.taken[number]) + done
+                chunk = self._sources[number].chunk(tick, num_ticks - done)
+                places = (rows, columns[:, done : done + chunk.num_ticks])
+                done += chunk.num_ticks
+                num_cut += chunk.num_cut
+                lengths[places] = chunk.lengths
+                # The source's next window would overwrite what is not copied.
+                chunk = chunk if done == num_ticks else chunk.joined()
+                ids.put(places, chunk.ids)
+                if chunk.documents is not None:
+                    documents.put(places, chunk.documents)
+                del chunk
+        found = documents if documents.flats else None
+        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, documents=found)
+
+
+class _SourceReader:
+    """Reads the ticks of one source, window by window."""
+
+    def __init__(self, source: Source, samples: Any, number: int, slots: range) -> None:
+        self._order = source.order
+        self._samples = samples
+        self._number = number
+        self._slots = slots
+        # The reader opens shards when it reads them; which ones it opens first depends on the slots.
+        self._reader = ShardReader(samples.shards, slots.start, source.order.num_slots)
+        self._window: Window | None = None
+        self._window_ticks = (0, 0, 0)  # its epoch, first tick and end
+
+    def close(self) -> None:
+        self._window = None
+        self._reader.close()
+
+    def chunk(self, tick: int, most: int) -> Chunk:
+        """Return up to ``most`` ticks of the source from one window. ``tick`` counts through its epochs."""
+        epoch, tick = divmod(tick, self._order.ticks_per_epoch)
+        window_epoch, first, end = self._window_ticks
+        if self._window is None or epoch != window_epoch or not first <= tick < end:
+            # Read a whole window at once: its parts would need many small reads.
+            self._window = None
+            samples, reader = self._samples, self._reader
+            first, end = next(self._order.windows(tick))
+            self._window_ticks = epoch, first, end
+            num_tokens = partial(samples.num_tokens, reader)
+            numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
+            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.num_offsets))
+        stop = min(tick + most, end)
+        chunk = self._window(tick - first, stop - first)
+        if stop == end:
+            self._window = None  # freed before the next one is read, which halves the memory
+        if chunk.documents is not None and chunk.documents.flats[0].shape[1] > 1:
+            chunk.documents.flats[0][:, ORIGIN.index("source")] = self._number
+        return chunk

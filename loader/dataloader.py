@@ -31,8 +31,9 @@ from loader.order.resume import Resumed, resume_run, run_as_saved
 from loader.order.state import MAX_EPOCH, Skips, is_same_run, state_of
 from loader.ranks import ProcessRank, check_process_rank, find_process_rank
 from loader.read.chunks import IGNORED
+from loader.read.finding import InputShards, find_sources, is_named_validation
 from loader.read.samples import Samples, facts_of, make_samples
-from loader.read.shards import InputShards, Origin, ShardSet, SplitName, find_sources, is_named_validation
+from loader.read.shards import Origin, ShardSet, SplitName
 from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import UsageError
 from shardprep.meanings import ARGUMENTS

@@ -25,9 +25,11 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
     "loader/order/mixture.py": [
         ("0 and end ==", "(1) and end ==", SPEED),
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
+        ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
+    ],
+    "loader/order/amendment.py": [
         ("stage.step == step and stage.begins_round", "(stage.step == step or stage.begins_round)", BORDER),
         ("round_ended and is_border", "(round_ended or is_border)", BORDER),
-        ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
     ],
     "loader/read/chunks.py": [
         ("prepend=-1) >", "prepend=-(2)) >", "any negative number is below the first begin, which is 0"),

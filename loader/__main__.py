@@ -65,7 +65,7 @@ PROGRAM = Program(
     commands={
         "show": Command("print the first batch", _show_flags, show, is_nameless=True),
         "stage": Command(
-            "copy a data set to a local disk", "loader.train.copies:add_flags", "loader.train.copies:stage"
+            "copy a data set to a local disk", "loader.train.stage:add_flags", "loader.train.stage:stage"
         ),
         "where": Command(
             "print what a training step saw", "loader.train.where:add_flags", "loader.train.where:where"

@@ -21,7 +21,7 @@ from braceexpand import braceexpand
 
 from loader.read.external_tars import scan_tar
 from loader.read.shards import VALIDATION, DatasetShards, ShardSet, SplitName
-from loader.train.copies import URL, copy_url
+from loader.read.urls import URL, copy_url
 from shardprep.command_line import check_names_are_utf8
 from shardprep.errors import BrokenShard, NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import is_folder, size_of_file, with_retries

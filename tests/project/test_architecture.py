@@ -132,10 +132,10 @@ _OF_FILES = {
 }  # fmt: skip
 # What is touched so, by module: none of it lies in a data set.
 AROUND_FOLDERS = {
-    "loader/train/copies.py": "the cache of tars behind URLs, in a folder of this user",
+    "loader/read/urls.py": "the cache of tars behind URLs, in a folder of this user",
     "loader/read/external_tars.py": "tars of other tools",
     "loader/ranks.py": "a note beside the data set, for other ranks",
-    "loader/read/shards.py": "patterns and tars of other tools",
+    "loader/read/finding.py": "patterns and tars of other tools",
     "loader/batch/stream.py": "the user's script",
     "loader/read/tokenizer.py": "a model's folder",
     "loader/train/where.py": "a state that the user names",

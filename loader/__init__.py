@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
     from loader.read.shards import Origin as Origin
-    from loader.train.training import LossMean as LossMean
-    from loader.train.training import SourceLosses as SourceLosses
-    from loader.train.training import deal_rows_evenly as deal_rows_evenly
-    from loader.train.training import evaluation_loss as evaluation_loss
-    from loader.train.training import set_up_training as set_up_training
-    from loader.train.training import source_ids as source_ids
-    from loader.train.training import split_for_context_parallel as split_for_context_parallel
+    from loader.train.context_parallel import split_for_context_parallel as split_for_context_parallel
+    from loader.train.even_rows import deal_rows_evenly as deal_rows_evenly
+    from loader.train.losses import LossMean as LossMean
+    from loader.train.losses import SourceLosses as SourceLosses
+    from loader.train.losses import evaluation_loss as evaluation_loss
+    from loader.train.losses import source_ids as source_ids
+    from loader.train.set_up import set_up_training as set_up_training
     from shardprep.errors import BrokenShard as BrokenShard
     from shardprep.errors import MissingShard as MissingShard
     from shardprep.errors import NotFound as NotFound
@@ -50,8 +50,10 @@ _NAMES_OF_MODULE = {
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
     "loader.order.mixture": "OtherRun Position",
     "loader.read.shards": "Origin",
-    "loader.train.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training source_ids "
-    "split_for_context_parallel",
+    "loader.train.context_parallel": "split_for_context_parallel",
+    "loader.train.even_rows": "deal_rows_evenly",
+    "loader.train.losses": "LossMean SourceLosses evaluation_loss source_ids",
+    "loader.train.set_up": "set_up_training",
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names.split()}
 __all__ = sorted(_MODULE_OF_NAME)

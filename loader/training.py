@@ -1,3 +1,3 @@
 """``from loader.training import TrainingSetup``: what ``loader.set_up_training`` returns."""
 
-from loader.train.training import TrainingSetup as TrainingSetup
+from loader.train.set_up import TrainingSetup as TrainingSetup

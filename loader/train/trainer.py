@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from loader.batch.batches import Batch
 from loader.batch.boundaries import why_unchecked
 from loader.dataloader import TokenLoader
-from loader.train.training import LossMean, SourceLosses
+from loader.train.losses import LossMean, SourceLosses
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loader.batch.batches import LoaderMetrics as LoaderMetrics
-    from loader.batch.boundaries import check_boundaries as check_boundaries
-    from loader.batch.boundaries import mask_documents as mask_documents
     from loader.batch.collator import CausalLMCollator as CausalLMCollator
     from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
@@ -24,7 +22,9 @@ if TYPE_CHECKING:
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
     from loader.read.shards import Origin as Origin
+    from loader.train.boundary_check import check_boundaries as check_boundaries
     from loader.train.context_parallel import split_for_context_parallel as split_for_context_parallel
+    from loader.train.document_masks import mask_documents as mask_documents
     from loader.train.even_rows import deal_rows_evenly as deal_rows_evenly
     from loader.train.losses import LossMean as LossMean
     from loader.train.losses import SourceLosses as SourceLosses
@@ -44,11 +44,12 @@ _NAMES_OF_MODULE = {
     "shardprep.errors": "BrokenShard MissingShard NotFound OtherTokenizer ReadWriteError ShardprepError "
     "UnknownVersion UsageError",
     "loader.batch.batches": "LoaderMetrics",
-    "loader.batch.boundaries": "check_boundaries mask_documents",
+    "loader.boundaries": "check_boundaries mask_documents",  # a module whose names users import, too
     "loader.batch.collator": "CausalLMCollator",
     "loader.dataloader": "TokenLoader get_llama3_dataloader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
-    "loader.order.mixture": "OtherRun Position",
+    "loader.order.mixture": "Position",
+    "loader.order.state": "OtherRun",
     "loader.read.shards": "Origin",
     "loader.train.context_parallel": "split_for_context_parallel",
     "loader.train.even_rows": "deal_rows_evenly",

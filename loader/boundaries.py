@@ -1,4 +1,6 @@
-"""``loader.boundaries.sdpa_mask`` and ``block_mask``: masks for models of your own."""
+"""``loader.boundaries.sdpa_mask`` and others: what models need of document boundaries."""
 
-from loader.batch.boundaries import block_mask as block_mask
-from loader.batch.boundaries import sdpa_mask as sdpa_mask
+from loader.train.boundary_check import check_boundaries as check_boundaries
+from loader.train.document_masks import block_mask as block_mask
+from loader.train.document_masks import mask_documents as mask_documents
+from loader.train.document_masks import sdpa_mask as sdpa_mask

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loader.batch.batches import LoaderMetrics as LoaderMetrics
     from loader.batch.collator import CausalLMCollator as CausalLMCollator
-    from loader.dataloader import TokenLoader as TokenLoader
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
     from loader.order.mixture import Position as Position
     from loader.order.state import OtherRun as OtherRun
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
     from loader.read.shards import Origin as Origin
+    from loader.token_loader import TokenLoader as TokenLoader
     from loader.train.boundary_check import check_boundaries as check_boundaries
     from loader.train.context_parallel import split_for_context_parallel as split_for_context_parallel
     from loader.train.document_masks import mask_documents as mask_documents
@@ -46,7 +46,8 @@ _NAMES_OF_MODULE = {
     "loader.batch.batches": "LoaderMetrics",
     "loader.boundaries": "check_boundaries mask_documents",  # a module whose names users import, too
     "loader.batch.collator": "CausalLMCollator",
-    "loader.dataloader": "TokenLoader get_llama3_dataloader",
+    "loader.dataloader": "get_llama3_dataloader",
+    "loader.token_loader": "TokenLoader",
     "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
     "loader.order.mixture": "Position",
     "loader.order.state": "OtherRun",

@@ -93,7 +93,7 @@ BY_HAND = [
      + 8 * " " + "for key, file in written.items():\n            file.publish()"),
     ("a state counts the step that the loop holds", "loader/order/state.py",
      "position.step - run.first_step(epoch),", "max(position.step - 1 - run.first_step(epoch), 0),"),
-    ("rank r has the r-th part of a global batch", "loader/dataloader.py",
+    ("rank r has the r-th part of a global batch", "loader/token_loader.py",
      "num_slots), process_rank.rank,", "num_slots), (process_rank.rank + 1) % process_rank.world_size,"),
     ("a resumed run keeps its schedule of weights", "loader/order/resume.py",
      "stages=tuple(stages), batches_per_tick", "stages=tuple(stages[:1]), batches_per_tick"),

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from loader.dataloader import TokenLoader
+from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 # The library can be installed under two names.

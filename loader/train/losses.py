@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from loader.batch.batches import Targets
-from loader.dataloader import TokenLoader
 from loader.read.chunks import IGNORED
+from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 

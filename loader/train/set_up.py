@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from loader.batch.batches import PadToken, choose_pad_token, log_pad_token
-from loader.dataloader import TokenLoader
+from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from loader.batch.batches import Batch
-from loader.dataloader import TokenLoader
+from loader.token_loader import TokenLoader
 from loader.train.boundary_check import why_unchecked
 from loader.train.losses import LossMean, SourceLosses
 from shardprep.errors import UsageError

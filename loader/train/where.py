@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from loader.batch.run_reader import RunReader
-from loader.dataloader import TokenLoader, get_llama3_dataloader
+from loader.dataloader import get_llama3_dataloader
 from loader.order.hashes import Int64s
 from loader.order.mixture import Position, Run
 from loader.order.state import STATE_FORMAT
@@ -31,6 +31,7 @@ from loader.read.chunks import Chunk, Ragged, Window
 from loader.read.reading import ShardReader
 from loader.read.samples import JoinedRows, Samples
 from loader.read.shards import VALIDATION, ShardSet
+from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.index import ShardSamples

@@ -2,12 +2,12 @@
 
 Each model has two small layers with random weights. The logits of each document in a packed batch are
 compared with those of the document alone, and ``check_boundaries`` must agree. test_boundaries.py checks a
-part of the table in docs/training_attention.md, and with ``FAMILIES=all`` all of it, in 5 minutes.
+part of docs/attention_families.json, and with ``FAMILIES=all`` all of it, in 5 minutes.
 """
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import open_loader
 
-PAGE = ROOT / "docs" / "training_attention.md"
+FAMILIES = ROOT / "docs" / "attention_families.json"
 VOCABULARY, SEQ_LEN, WINDOW = 200, 48, 8
 
 # Small sizes for all names that families use. Windows are shorter than documents.
@@ -72,10 +72,10 @@ _FIRST_LAYER = {  # type of the first layer, followed by full_attention; two def
 }
 
 VERDICTS = {
-    "safe": "yes",
-    "masked": "yes, after `mask_documents(model)`",
-    "leaks": "no: `check_boundaries` and `LoaderMixin` refuse it",
-    "raises": "no: the model refuses by itself",
+    "safe": "stay_apart",
+    "masked": "stay_apart_with_mask_documents",
+    "leaks": "refused_by_check_boundaries",
+    "raises": "refused_by_the_model",
 }
 
 
@@ -176,9 +176,9 @@ def _verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
 
 
 def verdicts_of_page() -> dict[str, str]:
-    """Return family -> verdict of the page. To test another family, write it into any row."""
+    """Return family -> key of VERDICTS. To test another family, write it into any list."""
+    listed = json.loads(FAMILIES.read_text("utf-8"))
     found = {}
-    for verdict, title in VERDICTS.items():
-        (names,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-        found.update(dict.fromkeys(names.split(", "), verdict))
+    for verdict, key in VERDICTS.items():
+        found.update(dict.fromkeys(listed[key], verdict))
     return found

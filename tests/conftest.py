@@ -125,8 +125,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give this run of tests a cache of its own for ``plan``, and no access to the hub."""
+    run_dir = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run_dir = run_dir.parent  # each process of the run has its own folder below the one of the run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(run_dir / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         # With this variable a fork of a test would wait for threads of tokenizers, which forks do not have.
         patch.delenv("TOKENIZERS_PARALLELISM", raising=False)

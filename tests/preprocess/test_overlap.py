@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import multiprocessing.util
 import random
 import shlex
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,10 +119,14 @@ def units_of(text: str, unit: str) -> list[Any]:
 def compared(ours: list[Any], theirs: list[Any], rule: str) -> tuple[int, float]:
     """Return the longest shared run and the share of ``theirs`` that is shared, by comparing all places."""
     ngram, _, num_gaps, _ = RULES[rule]
+    places = defaultdict[tuple[Any, ...], list[int]](list)
+    for j in range(len(theirs) - ngram + 1):
+        places[tuple(theirs[j : j + ngram])].append(j)
+    equal_places = []
+    for i in range(len(ours) - ngram + 1):
+        equal_places += [(i, j) for j in places.get(tuple(ours[i : i + ngram]), [])]
     longest, held = 0, set[int]()
-    for i, j in itertools.product(range(len(ours) - ngram + 1), range(len(theirs) - ngram + 1)):
-        if ours[i : i + ngram] != theirs[j : j + ngram]:
-            continue
+    for i, j in equal_places:
         equal, differing, at = list(range(ngram)), 0, ngram
         while i + at < len(ours) and j + at < len(theirs):
             if ours[i + at] == theirs[j + at]:

@@ -112,6 +112,10 @@ class LimitedProcess:
                     raise CallFailed(len(answers), fault)
                 answers.append(answer)
 
+    @property
+    def is_started(self) -> bool:
+        return self._child is not None
+
     def _start(self) -> None:
         if self._child is not None:
             return

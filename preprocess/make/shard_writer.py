@@ -543,7 +543,7 @@ class Counting:
     def __init__(self, shard_id: int) -> None:
         self._shard_id = shard_id
         self.num_documents = self.num_tokens = 0  # without padding
-        self._num_lines = self._input_bytes = 0
+        self._num_lines = self._num_used_lines = self._input_bytes = 0
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
         self.bad: list[BadDocument] = []
 
@@ -564,6 +564,8 @@ class Counting:
         self.num_documents += len(documents.lines)
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
+        # Several documents of a conversation have one line.
+        self._num_used_lines += len(documents.lines) - int(np.count_nonzero(np.diff(documents.lines) == 0))
         self._input_bytes += documents.num_bytes
         if "source" not in documents.columns:
             self._source(file_source).add(documents.texts, num_tokens, documents.num_bytes)
@@ -614,7 +616,7 @@ class Counting:
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             num_lines=self._num_lines,
-            num_empty_lines=self._num_lines - self.num_documents - len(self.bad),
+            num_empty_lines=self._num_lines - self._num_used_lines - len(self.bad),
             input_bytes=self._input_bytes,
             num_pad_tokens=members.num_padding,
             num_documents_across_rows=members.num_split,

@@ -13,9 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -31,11 +29,12 @@ import numpy as np
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.make.shard_writer import Counting, ShardWriter
+from preprocess.plan.conversations import ConversationSample, fitted_template, template_warnings
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import Documents, RangeReader, Texts, advice_about, read_records
-from preprocess.read.text_fields import RecordFields, UnusableText, from_json, value_at
+from preprocess.read.text_fields import RecordFields, from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.child_process import call_in_child
@@ -118,9 +117,11 @@ def make_plan(
             template, mask_rule = chat.chat_template_of(
                 scratch, config.chat_template_file, allows_control_tokens=config.allow_special_tokens
             )
+            template = fitted_template(template, config)
             for warning in template_warnings(template):
                 say(f"warning: {warning}")
             found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
+            found_out |= {"chat_arguments": template.arguments, "chat_content": template.content}
             found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
         elif config.add_special_tokens:
             _, after = added_ids(resolved.reference)
@@ -399,16 +400,23 @@ def measure(
     num_bytes, mask_rule = 0, plan.options.chat_mask_rule
     found: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
     with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
+        conversations = ConversationSample(plan.options) if plan.options.is_chat else None
         began = time.process_time()
+        render_began_s = chat.cpu_s() if conversations else 0.0
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             if lookup is not None:
                 lookup.see(documents)
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
             writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
+            if conversations is not None:
+                conversations.see(documents, tokens)
             for name, column in documents.columns.items():
                 found[name] = found.get(name, False) or any(column)
         cpu_s = time.process_time() - began
+        if conversations is not None:
+            render_s = chat.cpu_s() - render_began_s
+            cpu_s += render_s
         manifest = writer.commit(RunFacts())
     counting = writer.counting
     _check_sample(plan, counting)
@@ -422,7 +430,14 @@ def measure(
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
     sizes, num_shards = plan.shard_bytes(), plan.num_shards
-    notes = []
+    notes = list(conversations.lines()) if conversations is not None else []
+    if conversations is not None and counting.num_documents:
+        share = render_s / max(cpu_s, 1e-9)
+        rate = counting.num_documents / max(render_s, 1e-3)
+        notes.append(
+            f"rendering conversations takes {share:.0%} of the CPU time, in a process of its own: "
+            f"about {rate:,.0f} documents per second"
+        )
     if lookup is not None:
         has_all = num_bytes >= sum(sizes) and not plan.options.limit
         notes.append(lookup.line(has_all=has_all, id_field=plan.options.id_field))
@@ -581,64 +596,3 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
         where = "the second time" if texts_again != texts else "in another process"
         expected = "the same text for the same record, independent of time, chance and other documents"
         raise errors.UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
-
-
-def _turns(*texts: str) -> list[dict[str, Any]]:
-    return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
-
-
-_QUESTION = _turns("user: What is it?", "assistant: A probe.")
-_CALL = {
-    "id": "call00001",  # nine letters and digits, as Mistral's templates want it
-    "type": "function",
-    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
-}
-_SHAPES = {
-    "several turns": [*_QUESTION, *_turns("user: And now?", "assistant: Again.")],
-    "a system message": [*_turns("system: Be brief."), *_QUESTION],
-    "two user messages in a row": [*_turns("user: Hear this."), *_QUESTION],
-    "two answers in a row": [*_QUESTION, *_turns("assistant: And more.")],
-    "reasoning in an earlier turn": [
-        *_turns("user: Why?", "assistant: <think>\nSince probes ask.\n</think>\n\nSo.", "user: And then?"),
-        *_turns("assistant: <think>\nThey end.\n</think>\n\nNothing."),
-    ],
-    "tool calls": [
-        *_turns("user: Ask the tool."),
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-        {"role": "tool", "name": "probe_tool", "tool_call_id": "call00001", "content": "The tool says so."},
-        *_turns("assistant: It answered."),
-    ],
-}
-
-
-def template_warnings(template: chat.ChatTemplate) -> Iterator[str]:
-    """Yield warnings about shapes of conversations that a template cannot render, or whose text it drops."""
-    shapes = dict(_SHAPES)
-    if "tool_calls" not in template.text:
-        del shapes["tool calls"]
-    try:
-        rendered = chat.render_conversations(template, list(map(json.dumps, shapes.values())))
-    except chat.TooCostly as error:
-        num_messages = counted(len(list(shapes.values())[error.number]), "message")
-        todo = "pass a template without endless loops and huge texts as --chat_template_file"
-        raise errors.UsageError(f"{error}, for a conversation of {num_messages}; {todo}") from None
-    unusable: dict[str, list[str]] = {}  # why -> names of shapes
-    losing = []
-    for (name, shape), found in zip(shapes.items(), rendered, strict=True):
-        if isinstance(found, UnusableText):
-            unusable.setdefault(found.detail, []).append(name)
-            continue
-        texts = chat.texts_in([[message.get("content"), message.get("tool_calls")] for message in shape])
-        said = [words for text in texts for words in re.split(r"\s*</?think>\s*", text)]
-        lost = [words for words in said if words not in ("call00001", "function") and words not in found.text]
-        if lost:
-            losing.append(f"{name} ({lost[0]!a})")
-    for why, shapes_lost in unusable.items():
-        yield (
-            f"the chat template cannot render conversations with {', or '.join(shapes_lost)}: {why}; they "
-            "are left out; change the data, or put {% generation %} and {% endgeneration %} around what the "
-            "assistant writes in a copy of the template, and pass --chat_template_file"
-        )
-    if losing:
-        todo = "to keep it, pass a template that renders it as --chat_template_file"
-        yield f"the chat template leaves out text of conversations with {', or '.join(losing)}; {todo}"

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import text_fields
+from preprocess.read.fields import text_fields_of
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText
 from preprocess.read.transform import Transform, transform_of
 from shardprep.command_line import needs
@@ -37,7 +38,7 @@ from shardprep.format.names import InputKind, input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard, PlanOptions
 
 if TYPE_CHECKING:
-    from preprocess.read.chat import ChatTemplate
+    from preprocess.read.rendering import ChatTemplate
 
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending
@@ -444,13 +445,12 @@ class DocumentReader:
         self, options: PlanOptions, transform: Transform | None = None, excluded: DocumentNames | None = None
     ) -> None:
         self.transform, self._excluded = transform, excluded
-        self._fields = text_fields.text_fields_of(options)
+        self._fields = text_fields_of(options)
         self._template: ChatTemplate | None = None
         if options.record == "chat":
-            from preprocess.read.chat import ChatTemplate  # opens 12 files, which other tasks do not need
+            from preprocess.read.rendering import ChatTemplate
 
-            allows = options.allow_special_tokens
-            self._template = ChatTemplate(options.chat_template, options.chat_tokens, allows)
+            self._template = ChatTemplate.of_options(options)
 
     @staticmethod
     def of_plan(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
@@ -507,13 +507,15 @@ class DocumentReader:
                         why = excluded.why_excluded(found[:, number])
                         texts[number] = UnusableText("excluded", why)
                     documents = documents.with_texts(texts)
-            if num_left is not None and len(documents.lines) >= num_left:
+            # A conversation may have several documents.
+            lines = documents.lines if num_left is None else np.unique(documents.lines)
+            if num_left is not None and len(lines) >= num_left:
                 # The limit is reached. This batch also counts the bytes that will not be read.
-                end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
+                end_line = int(lines[num_left - 1]) + 1 if num_left else documents.first_line
                 yield documents.of_lines(documents.first_line, end_line, num_bytes=bytes_left)
                 return
             if num_left is not None:
-                num_left -= len(documents.lines)
+                num_left -= len(lines)
             bytes_left -= documents.num_bytes
             yield documents
 
@@ -551,10 +553,9 @@ def read_records(
 
 
 def _render(documents: Documents, template: ChatTemplate) -> Documents:
-    """Render conversations, whose texts so far are the JSON of their messages."""
-    from preprocess.read.chat import Rendered, TooCostly, render_conversations
+    """Render conversations, whose texts so far are their JSON. Some may become several documents."""
+    from preprocess.read.chat import TooCostly, render_conversations
 
-    _refuse_tools(documents)
     documents = documents.with_texts(
         text if len(text.decode()) <= _MAX_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
     )
@@ -567,29 +568,23 @@ def _render(documents: Documents, template: ChatTemplate) -> Documents:
         what = f"{error}, for the conversation at {place}"
         remedy = "change that conversation, or plan again with another template as --chat_template_file"
         raise BadInput(f"{what}; {remedy}") from None
-    spans = [each.spans if isinstance(each, Rendered) else [] for each in rendered]
-    documents = replace(documents, columns={**documents.columns, "messages": messages, "spans": spans})
-    texts = (each.text.encode() if isinstance(each, Rendered) else each for each in rendered)
-    return documents.with_texts(texts)
-
-
-_NO_TOOLS = {"", "null", "[]", "{}", "false"}
-
-
-def _refuse_tools(documents: Documents) -> None:
-    """Raise BadInput if a record has tools or documents, which its chat template names but does not get."""
-    for name, column in documents.columns.items():
-        if not name.startswith(text_fields.TOOLS_COLUMN):
+    numbers: list[int] = []  # of the conversation of each document
+    texts: list[bytes | UnusableText] = []
+    spans: list[list[tuple[int, int]]] = []
+    for number, found in enumerate(rendered):
+        if isinstance(found, UnusableText):
+            numbers.append(number)
+            texts.append(found)
+            spans.append([])
             continue
-        for number, value in enumerate(column):
-            if value.strip() not in _NO_TOOLS:
-                field_name = name.removeprefix(text_fields.TOOLS_COLUMN)
-                place = place_text(documents.input_path, int(documents.offsets[number]))
-                found = f"a conversation with {field_name}, which the chat template uses, at {place}"
-                expected = "conversations without, as this version renders messages only; for these, put "
-                expected += "what the model should see into a system message with --transform, or pass a "
-                expected += f"template that does not name {field_name} as --chat_template_file"
-                raise BadInput(found=found, expected=expected, remedy="--transform")
+        for each in found:
+            numbers.append(number)
+            texts.append(each.text.encode())
+            spans.append(each.spans)
+    documents = replace(documents, columns={**documents.columns, "messages": messages})
+    documents = documents.only(np.array(numbers, np.int64))
+    documents = replace(documents, columns={**documents.columns, "spans": spans})
+    return documents.with_texts(texts)
 
 
 def format_of(name: str) -> Format:

@@ -674,7 +674,7 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields, has_unico
     Then each key occurs at least once per line, so as many keys as lines means exactly once. The first four
     bytes of a key occur at least as often as the key: if they occur once per line, so does the key.
     """
-    if isinstance(fields, (text_fields.MessageFields, text_fields.RecordFields)):
+    if fields.is_chat or isinstance(fields, text_fields.RecordFields):
         return False  # each line is checked by itself: what follows takes 20 times as long
     name = fields.plain_name
     # Without unicode escapes a key has one spelling. To count it takes a fifth of a search for all spellings.
@@ -763,7 +763,7 @@ def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
             if isinstance(inner, _Object) and name in inner.twice:
                 yield name
             inner = text_fields.value_at(inner, (name,))
-        inside = [inner] if isinstance(fields, text_fields.MessageFields) else []
+        inside = [inner] if fields.is_chat else []
         while inside:
             value = inside.pop()
             if isinstance(value, _Object):

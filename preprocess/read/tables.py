@@ -44,6 +44,7 @@ from preprocess.read.documents import (
     Start,
     Stretches,
 )
+from preprocess.read.fields import text_fields_of
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.files import with_retries
@@ -139,7 +140,7 @@ class Parquet:
         """Estimate the text. Raises BadInput if the footer is damaged, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream, fields = self._open(file, text_fields.text_fields_of(options))
+        table, stream, fields = self._open(file, text_fields_of(options))
         with refused_by_name(file, "Parquet", stream):
             groups = range(table.metadata.num_row_groups)
             return Inspected(text_bytes=_text_bytes(table.metadata, groups, fields), is_whole=False)
@@ -147,7 +148,7 @@ class Parquet:
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         places: list[Start] = []
         if file.stamp.num_bytes:
-            table, stream, _ = self._open(file, text_fields.text_fields_of(options))
+            table, stream, _ = self._open(file, text_fields_of(options))
             with refused_by_name(file, "Parquet", stream):
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
         return documents.starts_among(places, file, stretches)
@@ -374,7 +375,7 @@ class Arrow:
         """Estimate the text. Raises BadInput for another kind of file, or if a column of it is missing."""
         first = next(_messages_of(file), None)
         if first is not None:
-            self._open(file, [first], text_fields.text_fields_of(options), None)
+            self._open(file, [first], text_fields_of(options), None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:  # noqa: ARG002
@@ -576,17 +577,20 @@ def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     """
     if isinstance(fields, text_fields.RecordFields):
         return text_fields.RecordFields(fields.options, schema.names)
-    is_chat = isinstance(fields, text_fields.MessageFields)
+    is_chat = fields.is_chat
+    # A conversation may be in several fields, and a table has some of them.
+    lacks_all = not any(_places_of(schema, path) for path in fields.text_paths)
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
-        found, name, is_text = _places_of(schema, path), ".".join(path), path in fields.text_paths
+        found, name = _places_of(schema, path), ".".join(path)
+        is_text = path == fields.text_paths[0] or (path in fields.text_paths and not is_chat)
         problem = expected = ""
         if len(found) > 1:
             shown = ", ".join(" > ".join(place) for place, _ in found)
             problem, expected = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
-        elif is_text and not found:
+        elif is_text and not found and (lacks_all or not is_chat):
             problem, expected = f"no column {name}", f"one of {', '.join(schema.names)}"
-        elif is_text and not _can_be_text(found[0][1], is_chat=is_chat):
+        elif is_text and found and not _can_be_text(found[0][1], is_chat=is_chat):
             problem = f"{str(found[0][1])[:200]} in the column {name}"
             expected = "lists of messages, or JSON" if is_chat else "strings"
         if problem:

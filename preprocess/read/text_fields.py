@@ -31,7 +31,7 @@ class UnusableText:
     detail: str
 
 
-_MISSING = object()  # the value of a field that a record does not have
+MISSING = object()  # the value of a field that a record does not have
 
 
 def too_long(what: str) -> UnusableText:
@@ -43,6 +43,8 @@ class TextFields:
 
     Raises UsageError if the options have an invalid name or template.
     """
+
+    is_chat = False  # whether texts are the JSON of conversations
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
@@ -114,44 +116,6 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     return paths, literals
 
 
-TOOLS_COLUMN = "field of the template: "  # begins the names of columns with such fields
-_TEMPLATE_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_TEMPLATE_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
-
-
-class MessageFields(TextFields):
-    """Takes conversations out of records. The text is the JSON of their messages, to be rendered later.
-
-    If the chat template names tools or documents, these fields of a record are columns, too, because a
-    template that does not get them renders another text than the data is meant for.
-    """
-
-    def __init__(self, options: PlanOptions) -> None:
-        super().__init__(options)
-        self.plain_name = None
-        (messages,) = self.text_paths
-        code = " ".join(_TEMPLATE_CODE.findall(options.chat_template))
-        for name in ("tools", "documents"):
-            if re.search(rf"(?<![\w.]){name}\b", _TEMPLATE_STRING.sub("", code)):
-                for path in ((name,), (*messages[:-1], name)):  # also beside nested messages
-                    self.named[TOOLS_COLUMN + ".".join(path)] = path
-
-    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """Return the messages as JSON, given the value of the field."""
-        (value,), (path,) = values, self.text_paths
-        if value is _MISSING or value is None or isinstance(value, UnusableText):
-            return unusable(path, value)
-        # In some tables the list, or each message, is a string of JSON, as messages may have other fields.
-        value = _parsed_if_json(value)
-        if not isinstance(value, list):
-            return unusable(path, value, "a list")
-        messages = list(map(_parsed_if_json, value))
-        try:
-            return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        except (TypeError, ValueError) as error:  # such as a NaN in a table
-            return UnusableText("wrong_type", f"the field {'.'.join(path)} cannot be JSON ({error})")
-
-
 class RecordFields(TextFields):
     """Takes whole records as a column "record" beside the texts, for the function of ``--transform``."""
 
@@ -183,7 +147,7 @@ def from_json(text: str) -> Any:
         return UnusableText("bad_json", "a string that should be JSON is not")
 
 
-def _parsed_if_json(value: Any) -> Any:
+def parsed_if_json(value: Any) -> Any:
     if not isinstance(value, str) or isinstance(found := from_json(value), UnusableText):
         return value
     return found
@@ -204,10 +168,10 @@ def _path(name: str, flag: str) -> FieldPath:
 
 
 def value_at(record: Any, path: FieldPath) -> Any:
-    """Return the value of a field, or _MISSING, which ``unusable`` describes."""
+    """Return the value of a field, or MISSING, which ``unusable`` describes."""
     for name in path:
         if not isinstance(record, dict) or name not in record:
-            return _MISSING
+            return MISSING
         record = record[name]
     return record
 
@@ -216,7 +180,7 @@ def unusable(path: FieldPath, value: Any, expected: str = "a string") -> Unusabl
     if isinstance(value, UnusableText):
         return value
     name = ".".join(path)
-    if value is _MISSING:
+    if value is MISSING:
         return UnusableText("no_field", f"there is no field {name}")
     if value is None:
         return UnusableText("null_field", f"the field {name} is null")
@@ -225,7 +189,7 @@ def unusable(path: FieldPath, value: Any, expected: str = "a string") -> Unusabl
 
 def name_of(value: Any) -> str:
     """Return an id or a source as text: a string as it is, another value as JSON, "" for none."""
-    if value is _MISSING or value is None or isinstance(value, UnusableText):
+    if value is MISSING or value is None or isinstance(value, UnusableText):
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -234,10 +198,3 @@ def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", str: "a string"}
     names |= {type(None): "null", int: "a number", float: "a number"}
     return names.get(type(value), type(value).__name__)
-
-
-def text_fields_of(options: PlanOptions) -> TextFields:
-    """Return the TextFields of these options. Raises UsageError if a name or the template is invalid."""
-    if options.transform_sha256:
-        return RecordFields(options)
-    return MessageFields(options) if options.record == "chat" else TextFields(options)

@@ -313,14 +313,25 @@ def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
         except UnicodeEncodeError:
             return UnusableText("surrogate", "half of a surrogate pair, in what the function returned")
         return too_long("its text") if len(text) > MOST_DOCUMENT_BYTES else text
-    expected = "a list of messages" if is_chat else "a str"
+    expected = "a list of messages, or a dict with them and tools," if is_chat else "a str"
     why = f"it returned {type(result).__name__}, expected {expected} or None"
-    if isinstance(result, list) and is_chat:
+    if is_chat and _is_conversation(result):
         try:
             return json.dumps(result, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             why = f"it returned messages that cannot be JSON ({_message_of(error)})"
     return UnusableText("transform_error", why)
+
+
+_PARTS = {"messages": list, "tools": list, "documents": list, "chat_template_kwargs": dict}
+
+
+def _is_conversation(result: object) -> bool:
+    """Return whether a result is messages, or a conversation of nothing but what a template gets."""
+    if not isinstance(result, dict):
+        return isinstance(result, list)
+    are_known = all(isinstance(value, _PARTS.get(key, ())) for key, value in result.items())
+    return are_known and "messages" in result
 
 
 def _message_of(error: BaseException) -> str:

@@ -76,13 +76,17 @@ def digests_of(texts: Iterable[bytes]) -> Digests:
     return np.frombuffer(b"".join(found), DIGEST)
 
 
-def canonical_conversation(messages: str) -> str:
-    """Return the JSON that the digest of a conversation is a hash of: keys sorted, without nulls."""
-    found = json.loads(messages)
-    for number, message in enumerate(found):
+def canonical_conversation(conversation: str) -> str:
+    """Return the JSON that the digest of a conversation is a hash of: keys sorted, without nulls.
+
+    It is that of the messages, or of an object of them and of what else the template gets.
+    """
+    found = json.loads(conversation)
+    messages = found["messages"] if isinstance(found, dict) else found
+    for number, message in enumerate(messages):
         # Tables have a null for each key that only other messages have.
         if isinstance(message, dict):
-            found[number] = {key: value for key, value in message.items() if value is not None}
+            messages[number] = {key: value for key, value in message.items() if value is not None}
     return json.dumps(found, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 

@@ -51,6 +51,7 @@ _fields = partial(option, group="JSON lines and tables")
 _text = partial(option, group=TEXT)
 _tokens = partial(option, group=TOKENS)
 _samples = partial(option, group="samples")
+_chat = partial(option, group="conversations", records=("chat",))
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and surrogates, which stand for bytes that are not UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
@@ -133,12 +134,31 @@ class PlanOptions:
     keep_text: bool = _samples(
         None, "also store the text of each document", shown="on for documents", records=("documents",)
     )
+    chat_format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = _chat(
+        "auto",
+        "what a record is: messages of role and content, ShareGPT's from and value, prompt and "
+        "completion, or Alpaca's instruction, input and output. auto: what its fields say",
+    )
+    tools_field: str = _chat("tools", "field of the tools that the template gets, a list or its JSON")
+    documents_field: str = _chat("documents", "field of the documents that the template gets")
+    kwargs_field: str = _chat("chat_template_kwargs", "field of a record's own variables of the template")
+    chat_template_kwargs: str = _chat(
+        "", "variables of the template for all records, as JSON: '{\"enable_thinking\": false}'"
+    )
+    learn: Literal["all", "last", "each"] = _chat(
+        "all",
+        "answers that have labels. all: every one. last: the last one. each: every one, in documents of "
+        "their own, for templates that change earlier turns. Those of weight 0 or train false have none",
+    )
+    learn_reasoning: Literal["yes", "no"] = _chat("yes", "no: the thoughts in answers have no labels")
     # Set by planning; these are not flags.
     transform_sha256: str = option("")  # of the function of --transform, and of its files
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render the template
     chat_mask_rule: MaskRule = option("")  # "characters" for a template without tags
+    chat_arguments: Literal["", "objects", "strings"] = option("")  # what the template needs of tool calls
+    chat_content: Literal["", "text", "parts"] = option("")  # what it needs of contents
     own_eos: bool = option(False)  # the tokenizer itself ends each document with EOS, so none is appended
     excluded: str = option("")  # sha256 of DATA/excluded.keys, the documents left out by --exclude
     # Shards with blanked documents, "0-2,5". Not in the id, because blanking moves no document.
@@ -270,6 +290,8 @@ _WHAT_IS_GIVEN = {
     "chat_tokens": "the special tokens of the chat template",
     "chat_versions": "the libraries that render the chat template",
     "chat_mask_rule": "the rule of the loss masks",
+    "chat_arguments": "the form of tool calls' arguments",
+    "chat_content": "the form of contents",
     "own_eos": "the tokenizer's own EOS",
     "blanked": "the list of blanked documents",
 }

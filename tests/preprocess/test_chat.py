@@ -275,13 +275,26 @@ FORGETS = PLAIN.replace(
 )
 
 
-def test_a_template_without_tags_must_render_each_turn_as_a_prefix_of_the_whole(tmp_path: Path) -> None:
-    """One that never does is refused, and single conversations are left out."""
-    never = world_of(tmp_path / "never", "{{ messages|length }} turns: " + PLAIN, CHATS)
-    never.try_plan(record="chat").ends(2, "{% generation %}", "--chat_template_file")
-    one = [ASK, {"role": "assistant", "content": "there"}]
-    world = planned(world_of(tmp_path, FORGETS, [one, one + one])).run()
-    assert reasons(world) == {1: "no_beginning"}
+COUNTS = "{{ messages|length }} turns: " + PLAIN
+
+
+@pytest.mark.parametrize("template", [FORGETS, COUNTS], ids=["forgets answers", "counts turns"])
+def test_a_template_without_tags_may_change_earlier_turns(tmp_path: Path, template: str) -> None:
+    """No conversation is left out, and labels are on the answers that the template shows."""
+    world = planned(world_of(tmp_path, template, CHATS), seq_len=4096).run()
+    assert reasons(world) == {}
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    pairs = flat_of(world)
+    rendered: list[Any] = [tokenizer.apply_chat_template(chat) for chat in CHATS]
+    assert [token for token, _ in pairs] == [token for each in rendered for token in each["input_ids"]]
+    learnt = tokenizer.decode([label for _, label in pairs if label != -100])
+    answers = []
+    for chat in CHATS:
+        for turn in chat:
+            if turn["role"] == "assistant":
+                is_shown = template is COUNTS or turn is chat[-1]
+                answers.append(turn["content"] + "<|eot_id|>" if is_shown else "")
+    assert learnt == "".join(answers)
 
 
 TURN = "{% for m in messages %}{{ m['role'] }}: "
@@ -305,8 +318,8 @@ ENDS_TURNS = TAGGED.replace(
 )
 # Template -> what plan's warning quotes, or nothing without a warning.
 WARNS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Qwen3's loses conversations of several turns": (STRIPPING, ("{% generation %}", "{% endgeneration %}")),
-    "one with tags leaves out reasoning of earlier turns": (ENDS_TURNS, ("'Since probes ask.'",)),
+    "Qwen3's changes earlier turns": (STRIPPING, ("--learn each", "'A probe.", "'<think>")),
+    "one with tags leaves out reasoning of earlier turns": (ENDS_TURNS, ("--learn each", "'<think>")),
     "Llama 3's": (PLAIN, ()),
     "Mistral's refuses roles": (ALTERNATING, ("roles must alternate",)),
     "one that shows tool calls": (PLAIN.replace("<|eot_id|>", CALLS + "<|eot_id|>"), ()),
@@ -321,59 +334,8 @@ def test_plan_warns_of_what_a_template_cannot_render_or_leaves_out(tmp_path: Pat
     template, quoted = WARNS[name]
     ended = world_of(tmp_path, template, [CHATS[0][-2:]]).try_plan(record="chat").ends(0)
     warnings = [line for line in ended.text.splitlines() if line.startswith("warning: the chat template")]
-    assert len(warnings) == bool(quoted)
+    assert bool(warnings) == bool(quoted)
     assert all(words in warnings[0] for words in quoted)
-
-
-_TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
-_WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
-
-
-@pytest.mark.parametrize(
-    ("template", "extra", "is_refused"),
-    [
-        (_WITH_TOOLS, {"tools": _TOOLS}, True),
-        (_WITH_TOOLS, {"tools": json.dumps(_TOOLS)}, True),
-        ("{%- for each in documents or [] -%}{{ each.text }}{%- endfor -%}" + PLAIN,
-         {"documents": [{"text": "a"}]}, True),
-        (_WITH_TOOLS, {"tools": []}, False),
-        (_WITH_TOOLS, {"tools": None, "documents": ["a"]}, False),
-        (PLAIN + "{# tools #}{{ messages[0].tools }}{{ messages[0]['tools'] }}", {"tools": _TOOLS}, False),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_tools_that_the_template_names_are_refused(
-    tmp_path: Path, template: str, extra: dict[str, Any], is_refused: bool, suffix: str
-) -> None:
-    """Also if no record of plan's sample has them: the task ends with 65."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    records: list[Any] = [{"messages": chat}, {"messages": chat, **extra}]
-    world = World(tmp_path, tokenizer=save_tokenizer(tmp_path / "model", template))
-    if suffix == "jsonl":
-        world.raw({"a.jsonl": records})
-    else:
-        columns: dict[str, list[Any]] = {"messages": [chat, chat]}
-        columns |= {name: [None, value] for name, value in extra.items()}
-        world.raw({"a.parquet": table_bytes(columns, "parquet")})
-    options: dict[str, Any] = {"record": "chat", "seq_len": 64, "num_shards": 1}
-    ended = world.try_plan(**options)
-    if is_refused:
-        ended.ends(65, next(iter(extra)), "--transform")
-        # A function says what becomes of them.
-        function = tmp_path / "messages.py"
-        function.write_text("def transform(record):\n    return record['messages']\n")
-        world.plan(transform=function, **options)
-    else:
-        ended.ends(0)
-
-
-def test_tools_beyond_the_sample_of_plan_end_the_task(tmp_path: Path) -> None:
-    world = world_of(tmp_path, _WITH_TOOLS, [])
-    chat = [{"role": "user", "content": "a" * 4000}, {"role": "assistant", "content": "b"}]
-    records: list[Any] = [{"chat": {"messages": chat}} for _ in range(1200)]
-    records[300]["chat"]["tools"] = [1]  # between two places that are sampled
-    planned(world.raw({"chats.jsonl": records}), text_field="chat.messages")
-    world.try_shard(0).ends(65, "chat.tools", "chats.jsonl")
 
 
 def test_a_template_with_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Answers:
     def _places(self) -> dict[str, int]:
         """Return where each mark is in the text. Raises Unrendered if marks change the text."""
         with_marks = self._render(self._marked.messages)
-        places = {}
+        places: dict[str, int] = {}
         for number, found in enumerate(self._mark.finditer(with_marks)):
             places.setdefault(found[0], found.start() - number)
         if self._mark.sub("", with_marks) != self.text:

@@ -83,16 +83,16 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         if not len(places):
             continue
         manifest = read_manifest(folder, number)
-        if manifest.made_from is not None:  # add what was blanked before
+        if manifest.unblanked_sha256 is not None:  # add what was blanked before
             before = documents.read_blanked(folder, plan.plan_id, number)
-            places = np.concatenate([places, np.array([before.inputs, before.offsets]).T])
-        inputs, offsets = np.unique(places, axis=0).T.tolist()
+            places = np.concatenate([places, np.array([before.input_numbers, before.input_offsets]).T])
+        input_numbers, input_offsets = np.unique(places, axis=0).T.tolist()
         blanked_in[number] = BlankedDocuments(
             plan_id=plan.plan_id,
             shard_id=number,
-            made_from=manifest.made_from or manifest.tar.sha256,
-            inputs=inputs,
-            offsets=offsets,
+            unblanked_sha256=manifest.unblanked_sha256 or manifest.tar.sha256,
+            input_numbers=input_numbers,
+            input_offsets=input_offsets,
         )
     touched = sorted(blanked_in)
     num_missing = int((~is_found).sum())

@@ -64,7 +64,7 @@ class WholeDocuments:
         position_of_row: dict[int, int] = {}  # row that begins with a document -> its number in ``lengths``
         row_of_place: dict[tuple[int, int], int] = {}  # place of a document -> row that begins with it
         places = zip(
-            samples.records["source"].tolist(), samples.records["source_offset"].tolist(), strict=True
+            samples.records["input_number"].tolist(), samples.records["input_offset"].tolist(), strict=True
         )
         for row, (place, num_tokens) in enumerate(
             zip(places, samples.records["num_tokens"].tolist(), strict=True)

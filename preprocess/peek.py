@@ -194,8 +194,8 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
 class _LeftOut(msgspec.Struct):
     """A line of a quarantine file."""
 
-    source: str
-    source_offset: int
+    input: str
+    input_offset: int
     num_bytes: int
     reason: str
     detail: str
@@ -212,7 +212,7 @@ def _left_out_at(folder: DataFolder, shard_id: int, name: str, offset: int) -> _
     for line in side_file_lines(folder, names.quarantine_name(shard_id), shard_id, stamp):
         with contextlib.suppress(msgspec.MsgspecError, ValueError):
             entry = _LEFT_OUT.decode(line)
-            if (entry.source, entry.source_offset) == (name, offset):
+            if (entry.input, entry.input_offset) == (name, offset):
                 found = entry
     return found
 
@@ -249,11 +249,11 @@ def _print_sample(
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
     counts = read_manifest(samples.folder, samples.shard_id).counts
     num_train = counts.num_samples - counts.held_out.num_samples
-    path = names.name_of_input([item.path for item in plan.inputs], int(record["source"]))
+    path = names.name_of_input([item.path for item in plan.inputs], int(record["input_number"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""
     place = "begins in the document at " if begins_inside else "from "
-    place += names.place_text(path, int(record["source_offset"]))
+    place += names.place_text(path, int(record["input_offset"]))
     head = f"{names.shard_name(samples.shard_id)} {name} {number}"
     print_lines(f"{head}: {num_tokens} tokens{labels}{side}, {place}")
     for position, text in enumerate(documents):

@@ -73,7 +73,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             for bad in batch.bad:
                 num_bad[bad.reason] += 1
                 path = str(input_dir / inputs[batch.input_number].path)
-                first_bad = first_bad or place_text(path, bad.source_offset)
+                first_bad = first_bad or place_text(path, bad.input_offset)
             pieces: list[str] = []
             for text in map(bytes.decode, batch.texts):
                 pieces += [text[n : n + PIECE_CHARS].strip() for n in range(0, len(text), PIECE_CHARS)]

@@ -315,7 +315,7 @@ def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> Records:
             raise errors.BrokenShard(f"{name} has {found} {what}, its manifest says {expected}")
     if len(records):
         begin, end = plan.cuts[shard_id], plan.cuts[shard_id + 1]
-        places = [*zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)]
+        places = [*zip(records["input_number"].tolist(), records["input_offset"].tolist(), strict=True)]
         in_order = plan.options.pack == "best_fit" or all(
             side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
@@ -340,7 +340,7 @@ def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None
     records = records[np.argsort(records["offset"], kind="stable")]
     try:
         for ids in ids_of(spec, records, tar.read):
-            if shard.made_from is not None:
+            if shard.unblanked_sha256 is not None:
                 ids = ids[(ids != names.BLANK) & (ids != names.blank_id(vocab_size))]
             if len(ids) and (largest := int(ids.max())) >= vocab_size:
                 found = f"{tar.path} contains the token id {largest}"

@@ -122,9 +122,9 @@ def ours(world: World, seed: int) -> tuple[list[str] | None, Counter[str]]:
         return None, Counter()
     ended.ends(0)
     left_out, names = world.lines("quarantine"), world.inputs()
-    places = [(names.index(line["source"]), line["source_offset"]) for line in left_out]
+    places = [(names.index(line["input"]), line["input_offset"]) for line in left_out]
     assert places == sorted(places), "places ascend"
-    return world.texts(), Counter(line["source"] for line in left_out)
+    return world.texts(), Counter(line["input"] for line in left_out)
 
 
 def compare(form: str, seeds: Sequence[int], folder: Path) -> list[str]:

@@ -166,8 +166,8 @@ class ShardSet:
             address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
             with contextlib.suppress(NotFound, *NOT_THERE):  # a copy may lack its idx or its plan
                 record = _cached_idx(data.folder, data.spec, shard_id)[sample]
-                name_of = names.name_of_input(_cached_input_names(data.folder), int(record["source"]))
-                place = names.place_text(name_of, int(record["source_offset"]))
+                name_of = names.name_of_input(_cached_input_names(data.folder), int(record["input_number"]))
+                place = names.place_text(name_of, int(record["input_offset"]))
         tar = data.path_of(row)
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 

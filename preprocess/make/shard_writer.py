@@ -127,8 +127,8 @@ class DocumentMembers:
         records["offset"] = id_starts + self._npy_header_bytes
         records["num_bytes"] = id_bytes - self._npy_header_bytes
         records["num_tokens"] = lengths
-        records["source"] = documents.input_number
-        records["source_offset"] = documents.offsets
+        records["input_number"] = documents.input_number
+        records["input_offset"] = documents.offsets
         return Piece(buffer.data, records, digests)
 
     def pieces(self, batch: Batch) -> Iterator[Piece]:
@@ -227,7 +227,7 @@ json_ids = functools.cache(JsonIds)  # one table per vocabulary
 # Rows. -------------------------------------------------------------------------------------------------
 
 # Where a document begins: position in tokens, input number, byte in the input; with its digest, or zeros.
-START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8"), ("digest", DIGEST)])
+START = np.dtype([("position", "<i8"), ("input_number", "<u4"), ("input_offset", "<u8"), ("digest", DIGEST)])
 Starts = npt.NDArray[np.void]  # START[documents]
 
 
@@ -341,7 +341,7 @@ class BestFitRows(Packer):
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         seq_len, bounds = self.seq_len, itertools.pairwise(tokens.offsets.tolist())
-        columns = (starts[name].tolist() for name in ("source", "source_offset", "digest"))
+        columns = (starts[name].tolist() for name in ("input_number", "input_offset", "digest"))
         provenances = zip(*columns, strict=True)
         ids = tokens.ids.astype(self.dtype)
         for (begin, end), provenance in zip(bounds, provenances, strict=True):
@@ -428,7 +428,7 @@ class RowMembers:
         """
         documents, tokens = batch.documents, batch.tokens
         starts = np.zeros(len(documents.lines), START)
-        starts["source"], starts["source_offset"] = documents.input_number, documents.offsets
+        starts["input_number"], starts["input_offset"] = documents.input_number, documents.offsets
         if len(batch.digests):
             starts["digest"] = batch.digests
         if not (fraction := self._spec.validation_fraction):
@@ -496,8 +496,8 @@ class RowMembers:
         records["offset"] = payloads[names.ROW_IDS_FIELD] + numbers * row_bytes
         records["num_bytes"] = row_bytes
         records["num_tokens"] = group.row_tokens
-        records["source"] = group.firsts["source"]
-        records["source_offset"] = group.firsts["source_offset"]
+        records["input_number"] = group.firsts["input_number"]
+        records["input_offset"] = group.firsts["input_offset"]
         records["starts_offset"] = payloads[names.DOC_STARTS_FIELD] + 4 * begins
         records["num_starts"] = np.diff(begins, append=len(group.starts))
         if names.LOSS_MASK_FIELD in payloads:
@@ -577,7 +577,7 @@ class Counting:
             self._source(name).add(texts, num_tokens[numbers], texts.num_bytes)
         self.bad += documents.bad
         for bad in documents.bad:
-            self._source(bad.source_label or file_source).num_quarantined += 1
+            self._source(bad.source or file_source).num_quarantined += 1
 
     def _source(self, name: str) -> _Source:
         source = self._sources[name]
@@ -761,8 +761,8 @@ class ShardWriter:
         if "digests" in self._side_files:
             self._side_files["digests"].write(piece.digests.tobytes())
 
-    def commit(self, run: RunFacts, *, made_from: str | None = None) -> Manifest:
-        """Publish the files of the shard. The manifest, which has ``run`` and ``made_from``, is the last."""
+    def commit(self, run: RunFacts, *, unblanked_sha256: str | None = None) -> Manifest:
+        """Publish the files of the shard. The manifest, which has the arguments, is the last."""
         self._write(self._members.rest())
         for piece in self._validation:
             self._write_records(piece)
@@ -781,8 +781,14 @@ class ShardWriter:
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
         counts, texts = self.counting.counts(self._num_samples, self._members, validation)
-        facts = {"counts": counts, "run": replace(run, texts=texts), "made_from": made_from, **stamps}
-        manifest = Manifest(spec=self._spec, shard_id=self._shard_id, **facts)
+        manifest = Manifest(
+            spec=self._spec,
+            shard_id=self._shard_id,
+            counts=counts,
+            run=replace(run, texts=texts),
+            unblanked_sha256=unblanked_sha256,
+            **stamps,
+        )
         for key, file in written.items():
             file.publish()
             subfolder = names.STAMPED_NAMES[key](self._shard_id).rpartition("/")[0]
@@ -801,6 +807,6 @@ class ShardWriter:
         file = self._file(names.quarantine_name(self._shard_id))
         for bad in self.counting.bad:
             entry = asdict(bad)
-            del entry["source_label"]
+            del entry["source"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file

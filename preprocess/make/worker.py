@@ -206,7 +206,9 @@ class Worker:
                 transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
                 libraries=transform.versions() if transform else {},
             )
-            return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
+            return writer.commit(
+                facts, unblanked_sha256=None if blanked is None else blanked.unblanked_sha256
+            )
 
     def _encode_and_lay_out(
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
@@ -256,7 +258,7 @@ class Worker:
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}. The first is "
-            f"{names.place_text(bad[0].source, bad[0].source_offset)}: {bad[0].detail}. To see them, run: "
+            f"{names.place_text(bad[0].input, bad[0].input_offset)}: {bad[0].detail}. To see them, run: "
             f"{remedy}. {advice}"
         )
         fields = {"found": found, "expected": expected, "advice": advice, "remedy": remedy}

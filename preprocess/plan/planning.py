@@ -486,7 +486,7 @@ def _check_sample(plan: Plan, counting: Counting) -> None:
     if keys and not {"role", "content"} <= {*keys}:
         found += f"; their messages have the keys {', '.join(keys)}"
         advice = f"plan with --transform FILE in place of --text_field: {_mapping(plan, keys)}"
-    found += f"; the first is {names.place_text(first.source, first.source_offset)}: {first.detail}"
+    found += f"; the first is {names.place_text(first.input, first.input_offset)}: {first.detail}"
     wanted = "messages with role and content" if plan.options.is_chat else "usable documents"
     raise errors.BadInput(path=plan.input_dir, found=found, expected=wanted, advice=advice)
 

@@ -337,13 +337,13 @@ def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]
 class BadDocument:
     """A document that is left out: a line of the quarantine file."""
 
-    source: str  # path of its input file, relative to the input folder
-    source_offset: int
+    input: str  # path of its file, relative to the input folder
+    input_offset: int
     num_bytes: int
     line: int
     reason: str
     detail: str
-    source_label: str = ""  # source that its record names; "": the source of its file
+    source: str = ""  # the label that its record names; "": the label of its file
 
 
 # Reasons why documents are left out if the field of the text is the wrong one.
@@ -354,7 +354,7 @@ def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
     """Return sentences about what to change so that documents are not left out, by their reasons."""
     reasons: set[tuple[str, bool]] = set()  # with whether the input has fields, unlike plain text
     for each in bad:
-        reasons.add((each.reason, input_kind(each.source).format.has_fields))
+        reasons.add((each.reason, input_kind(each.input).format.has_fields))
     found: list[str] = []
     if any((reason, True) in reasons for reason in _WRONG_FIELD) and options.text_field:
         found.append(
@@ -423,12 +423,12 @@ class Documents:
             if isinstance(text, UnusableText):
                 bad.append(
                     BadDocument(
-                        source=self.input_path,
-                        source_offset=int(self.offsets[number]),
+                        input=self.input_path,
+                        input_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts.each[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
                         **vars(text),
-                        source_label=self.columns["source"][number] if "source" in self.columns else "",
+                        source=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
             elif text:

@@ -441,17 +441,18 @@ def read_digests(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Digests
 
 @dataclass(frozen=True, kw_only=True)
 class BlankedDocuments:
-    """The blanked documents of one shard: document i begins at ``offsets[i]`` of input ``inputs[i]``."""
+    """The blanked documents of one shard: each has an input number and an input offset."""
 
     plan_id: Digest
     shard_id: int
-    made_from: Digest  # sha256 of the shard's tar before blanking
-    inputs: list[Count]  # positions of inputs in the plan
-    offsets: list[Count]  # see docs/format.md, "Places"
+    unblanked_sha256: Digest  # sha256 of the shard's tar before blanking
+    input_numbers: list[Count]  # positions of inputs in the plan
+    input_offsets: list[Count]  # see docs/format.md, "Places"
 
     def are_at(self, input_number: int, offsets: Numbers) -> npt.NDArray[np.bool_]:
         """Return which documents of an input, given where they begin, are blanked: bool[n]."""
-        blanked = np.array(self.offsets, np.int64)[np.array(self.inputs, np.int64) == input_number]
+        numbers = np.array(self.input_numbers, np.int64)
+        blanked = np.array(self.input_offsets, np.int64)[numbers == input_number]
         return np.isin(offsets, blanked)
 
 
@@ -471,15 +472,16 @@ def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocu
     path = folder.path_of(name)
     advice = "restore the original file: without it the shard would contain what was blanked"
     try:
-        found = names.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+        blanked = names.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
     except files.NOT_THERE:
         raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:
         error.advise(advice)
         raise
-    if (found.plan_id, found.shard_id) != (plan_id, shard_id):
-        other = f"shard {found.shard_id} of plan {found.plan_id[:12]}"
+    if (blanked.plan_id, blanked.shard_id) != (plan_id, shard_id):
+        other = f"shard {blanked.shard_id} of plan {blanked.plan_id[:12]}"
         raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}", advice=advice)
-    if len(found.inputs) != len(found.offsets):
-        raise names.wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as in inputs")
-    return found
+    if len(blanked.input_numbers) != len(blanked.input_offsets):
+        expected = f"{len(blanked.input_numbers)}, as in input_numbers"
+        raise names.wrong_value(path, "input_offsets", blanked.input_offsets, expected)
+    return blanked

@@ -53,8 +53,8 @@ IDX_DOCUMENT = np.dtype(
         ("offset", "<u8"),  # byte in the tar where the sample's ids begin, after any npy header
         ("num_bytes", "<u4"),  # bytes of those ids
         ("num_tokens", "<u4"),  # without padding
-        ("source", "<u4"),  # position of the input file in plan.json
-        ("source_offset", "<u8"),  # byte of that file, or row of a table, where its (first) document begins
+        ("input_number", "<u4"),  # position of the input file in plan.json
+        ("input_offset", "<u8"),  # byte of that file, or row of a table, where its (first) document begins
     ]
 )
 IDX_ROW = np.dtype(
@@ -224,7 +224,7 @@ def samples_containing(records: Records, place: tuple[int, int], num_train: int)
         train = samples_containing(records[:num_train], place, num_train)
         validation = samples_containing(records[num_train:], place, 0)
         return train + [num_train + number for number in validation]
-    places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+    places = list(zip(records["input_number"].tolist(), records["input_offset"].tolist(), strict=True))
     if is_in_rows and places != sorted(places):
         raise errors.UsageError("rows of --pack best_fit have documents in any order; search for a text")
     nearest = max((item for item in places if item <= place), default=None)
@@ -467,9 +467,9 @@ def merge_manifests(folder: DataFolder, manifests: Iterable[Manifest]) -> Datase
         counts = manifest.counts
         numbers = (counts.num_samples, counts.num_documents, counts.num_tokens)
         files = (manifest.tar.num_bytes, manifest.idx.num_bytes)
-        tar_sha256 = (manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS]
+        tar_sha256 = (manifest.unblanked_sha256 or manifest.tar.sha256)[:_HASH_DIGITS]
         rows.append((*numbers, *files, counts.held_out.num_samples, tar_sha256))
-        blanked += [manifest.shard_id] if manifest.made_from else []
+        blanked += [manifest.shard_id] if manifest.unblanked_sha256 else []
         sources.append(counts.sources)
     if spec is None:
         raise errors.MissingShard("no manifest was given")

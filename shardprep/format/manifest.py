@@ -162,13 +162,13 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: RunFacts  # may vary between equal shards
     digests: FileStamp | None = None  # of --digests
-    made_from: Digest | None = None  # sha256 of the tar before blanking, see documents.py
+    unblanked_sha256: Digest | None = None  # sha256 of the tar before blanking, see documents.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
         content = asdict(self)
-        if self.made_from is None:
-            del content["made_from"]
+        if self.unblanked_sha256 is None:
+            del content["unblanked_sha256"]
         if not self.run.libraries:
             del content["run"]["libraries"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))

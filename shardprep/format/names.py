@@ -278,7 +278,7 @@ def fingerprint_of(data: dict[str, Any]) -> str:
 
 
 T = TypeVar("T")
-FORMAT_VERSION = 3  # of all files in this package
+FORMAT_VERSION = 4  # of all files in this package
 CONTENT_HASH = "content_sha256"
 RUN = "run"  # the part that may vary between equal files; it has a hash of its own
 RUN_HASH = "run_sha256"

@@ -285,7 +285,7 @@ def _write_json(path: Path, data: dict[str, object]) -> None:
 def _rewrite_idx(change: Callable[[np.ndarray], object], data: Path) -> None:
     """Change the records of shard 0 and update crc32s and the manifest."""
     manifest = json.loads((data / "shard-00000.json").read_bytes())
-    names = ["offset", "num_bytes", "num_tokens", "source", "source_offset"]
+    names = ["offset", "num_bytes", "num_tokens", "input_number", "input_offset"]
     types = ["<u8", "<u4", "<u4", "<u4", "<u8"]
     if manifest["spec"]["record"] != "documents":
         names += ["starts_offset", "num_starts"]
@@ -325,8 +325,8 @@ def _idx_forgeries() -> Iterator[tuple[str, Callable[[np.ndarray], object]]]:
     def set_one(name: str, value: int, records: np.ndarray) -> None:
         records[name][0] = value
 
-    for name in ("offset", "num_bytes", "num_tokens", "source", "source_offset"):
-        largest = 2**64 - 1 if name in ("offset", "source_offset") else 2**32 - 1
+    for name in ("offset", "num_bytes", "num_tokens", "input_number", "input_offset"):
+        largest = 2**64 - 1 if name in ("offset", "input_offset") else 2**32 - 1
         for value in (0, 2**31, largest, largest // 2 + 1):
             yield f"one {name} of {value}", partial(set_one, name, value)
             yield f"all {name} of {value}", partial(set_all, name, value)
@@ -391,19 +391,19 @@ def _findings(num: int, is_one_shard: bool, manifest_bytes: int, place: Path, _:
     digest = hashlib.sha256((data / "shard-00000.json").read_bytes()).hexdigest()
     one = {"message": "", "manifest_sha256": digest, "check": "fast"}
     found = [{"shard": 0 if is_one_shard else n % 99_999, **one} for n in range(num)]
-    head = {"format": "shardprep-findings", "version": 3, "plan_id": plan_id, "findings": found}
+    head = {"format": "shardprep-findings", "version": 4, "plan_id": plan_id, "findings": found}
     _write_json(data / "findings.json", head)
 
 
 def _many_values(name: str, file_format: str, values: str, place: Path, _: object) -> None:
     """Replace a JSON file by one with an array of many small values, and a right hash if it can have one."""
-    head = {"format": file_format, "version": 3, "x": json.loads(values) if len(values) < 1 << 24 else 0}
+    head = {"format": file_format, "version": 4, "x": json.loads(values) if len(values) < 1 << 24 else 0}
     path = place / "data" / name
     path.parent.mkdir(exist_ok=True)
     if len(values) < 1 << 24:
         _write_json(path, head)
     else:
-        path.write_text(f'{{"format": "{file_format}", "version": 3, "shards": {values}}}', encoding="ascii")
+        path.write_text(f'{{"format": "{file_format}", "version": 4, "shards": {values}}}', encoding="ascii")
 
 
 def _nested_folder(place: Path, _: object) -> None:
@@ -482,12 +482,12 @@ def _forgeries(data_set: SmallDataSet) -> Iterator[Attack]:
         yield attack(f"a hit of overlap: {words}", partial(_hit_lines, content), ("overlap in data",))
     yield attack("a deep temporary folder", _nested_folder, ("clean", "stage", "blank", "plan", "shard"))
     quarantined = {
-        "a line of 100 MB": lambda: b'{"source": "' + b"x" * 100_000_000 + b'"}\n',
-        "a line of 200 MB": lambda: b'{"source": "' + b"x" * 200_000_000 + b'"}\n',
+        "a line of 100 MB": lambda: b'{"input": "' + b"x" * 100_000_000 + b'"}\n',
+        "a line of 200 MB": lambda: b'{"input": "' + b"x" * 200_000_000 + b'"}\n',
         "deep nesting": lambda: b"[" * 1_000_000 + b"\n",
-        "other types": lambda: b'{"source": 1, "source_offset": "x"}\n' * 10,
+        "other types": lambda: b'{"input": 1, "input_offset": "x"}\n' * 10,
         "10^6 lines": lambda: (
-            b'{"source":"a.txt","source_offset":0,"num_bytes":1,"reason":"\\u001b[31m","detail":""}\n' * 10**6
+            b'{"input":"a.txt","input_offset":0,"num_bytes":1,"reason":"\\u001b[31m","detail":""}\n' * 10**6
         ),
     }
     for words, content in quarantined.items():

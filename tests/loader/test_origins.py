@@ -188,9 +188,9 @@ def test_origins_name_the_places_of_documents(data: Path, form: Form, options: O
 
 def test_peek_shows_the_reason_for_a_document_that_was_left_out(data: Path) -> None:
     left_out = World(data, data_dir=data / "mixed").lines("quarantine")
-    assert len({each["source"] for each in left_out}) == 9
+    assert len({each["input"] for each in left_out}) == 9
     for each in left_out:
-        ended = call_main("peek", data / "mixed", f"{each['source']}:{each['source_offset']}")
+        ended = call_main("peek", data / "mixed", f"{each['input']}:{each['input_offset']}")
         assert each["reason"] in ended.text
 
 

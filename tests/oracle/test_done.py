@@ -28,7 +28,7 @@ from tests.world import World, hostile_texts
 
 HEADER_BYTES, CHUNK_RECORDS = 64, 512
 PLACE = [("offset", "<u8"), ("num_bytes", "<u4"), ("num_tokens", "<u4")]
-DOCUMENT = np.dtype([*PLACE, ("source", "<u4"), ("source_offset", "<u8")])
+DOCUMENT = np.dtype([*PLACE, ("input_number", "<u4"), ("input_offset", "<u8")])
 ROW = np.dtype([*DOCUMENT.descr, ("starts_offset", "<u8"), ("num_starts", "<u4")])
 CHAT = np.dtype([*ROW.descr, ("mask_offset", "<u8")])
 SETS: Mapping[str, Mapping[str, Any]] = {
@@ -150,7 +150,7 @@ def one_token_moved(records: Any) -> Any:
 
 def exchanged(records: Any) -> Any:
     """Swap the input places of two documents."""
-    records["source_offset"][[3, 4]] = records["source_offset"][[4, 3]]
+    records["input_offset"][[3, 4]] = records["input_offset"][[4, 3]]
     return records
 
 
@@ -197,10 +197,10 @@ FORGED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
     "the ids of the document before": ("npy", "ids", one_twice),
     "bytes that are no ids": ("npy", "ids", with_field("num_bytes", lambda size: size + 2)),
     "documents exchanged": ("json", "places", exchanged),
-    "a document before the shard": ("json", "places", with_field("source_offset", lambda _: 0, row=0)),
-    "a document behind the shard": ("json", "places", with_field("source", lambda _: 2, row=-1)),
-    "one of the next shard": ("json", "places", with_field("source_offset", lambda _: 1 << 30, row=-1)),
-    "the last row from the next file": ("table", "places", with_field("source", lambda _: 2, row=-1)),
+    "a document before the shard": ("json", "places", with_field("input_offset", lambda _: 0, row=0)),
+    "a document behind the shard": ("json", "places", with_field("input_number", lambda _: 2, row=-1)),
+    "one of the next shard": ("json", "places", with_field("input_offset", lambda _: 1 << 30, row=-1)),
+    "the last row from the next file": ("table", "places", with_field("input_number", lambda _: 2, row=-1)),
     "another id for validation": ("split", "places", exchanged),
     "more tokens than a row": ("packed", "ids", with_field("num_tokens", lambda number: number + 1, row=0)),
     "starts behind the tar": ("packed", "ids", with_field("starts_offset", lambda _: 1 << 40)),
@@ -319,7 +319,7 @@ def test_a_blanked_shard_names_its_original_tar_and_verifies(whole: Whole, tmp_p
     (tmp_path / "names").write_text("at:a.txt:0\n")
     new = whole("packed").blanked(tmp_path / "names", tmp_path / "new").verify()
     old = hashlib.sha256(path_of(whole("packed"), "tar", 0).read_bytes()).hexdigest()
-    assert [each.get("made_from") for each in new.manifests()] == [old, None, None]
+    assert [each.get("unblanked_sha256") for each in new.manifests()] == [old, None, None]
 
 
 def test_each_file_is_synced_before_it_is_renamed_and_the_manifest_is_renamed_last(

@@ -91,7 +91,7 @@ def test_documents_equal_those_of_an_independent_reader(tmp_path: Path, name: st
     assert len(found) == len(documents), f"{where}: wrong number of documents"
 
     left_out = [(record.offset, record.reason) for record in records if record.reason]
-    quarantined = [(item["source_offset"], item["reason"]) for item in world.lines("quarantine")]
+    quarantined = [(item["input_offset"], item["reason"]) for item in world.lines("quarantine")]
     assert quarantined == left_out
     if "id_field" in options:
         assert world.lines("ids") == [[0, record.offset, record.id] for _, record in documents]
@@ -165,7 +165,7 @@ def test_counts_of_manifests_and_index_and_lines_of_side_files_match_the_input(
     assert +found == +expected
 
     bad = world.lines("quarantine")
-    fields = ("source", "source_offset", "reason", "num_bytes")
+    fields = ("input", "input_offset", "reason", "num_bytes")
     assert [tuple(each[field] for field in fields) for each in bad] == left_out
     assert num_shards > 1 or [each["line"] for each in bad] == lines
     assert world.lines("ids") == ids

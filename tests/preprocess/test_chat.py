@@ -187,7 +187,7 @@ def test_conversations_in_tables_equal_those_in_json_lines(tmp_path: Path) -> No
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(bad), pyarrow.array(bad).buffers())
     world.raw({"z.arrow": table_bytes({"messages": messages(texts)}, "stream", rows=12)})
     planned(world).run()
-    told = [(line["reason"], line["source"], line["source_offset"]) for line in world.lines("quarantine")]
+    told = [(line["reason"], line["input"], line["input_offset"]) for line in world.lines("quarantine")]
     assert told == [("undecodable", "z.arrow", 3)]
     pairs = expected(world.tokenizer, chats)
     assert flat_of(world) == flat(pairs * (2 + len(tables)) + pairs[:3] + pairs[4:])

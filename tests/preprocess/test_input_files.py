@@ -50,14 +50,14 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
                 texts.append(record.text)
     left_out = world.lines("quarantine")
     assert world.texts() == texts
-    found = [(each["source"], each["source_offset"], each["reason"]) for each in left_out]
+    found = [(each["input"], each["input_offset"], each["reason"]) for each in left_out]
     if options.get("text_template"):  # if one field is repeated and another missing, either may be reported
         found, bad = ([(name, place, "") for name, place, _ in each] for each in (found, bad))
     assert found == bad
     for each in left_out:
         named = re.search(r"\bbyte (\d+) is not", each["detail"])
         if named:
-            assert 0 <= int(named[1]) - each["source_offset"] < each["num_bytes"], each
+            assert 0 <= int(named[1]) - each["input_offset"] < each["num_bytes"], each
     return len(bad)
 
 
@@ -138,7 +138,7 @@ def test_a_document_above_64_mib_is_left_out_and_others_stay(tmp_path: Path, nam
     world = World(tmp_path).raw({name: data}).plan(num_shards=1, max_bad_fraction=0.5).run()
     assert world.texts() == ["before", "after"]
     (bad,) = world.lines("quarantine")
-    assert (bad["source"], bad["line"], bad["reason"]) == (name, 1, "too_long")
+    assert (bad["input"], bad["line"], bad["reason"]) == (name, 1, "too_long")
 
 
 KEYS = [
@@ -523,7 +523,7 @@ def test_texts_of_each_column_type_are_read(tmp_path: Path, suffix: str, is_larg
     assert world.texts() == [CELLS[n] for n in kept] * len(names)
     notes = ["" if n % 11 == 0 else f"n{n}" for n in kept]
     assert ids_of(world) == dict.fromkeys(names, notes)
-    left_out = [(line["source"], line["source_offset"], line["reason"]) for line in world.lines("quarantine")]
+    left_out = [(line["input"], line["input_offset"], line["reason"]) for line in world.lines("quarantine")]
     assert left_out == [(name, *bad) for name in names for bad in ((5, "undecodable"), (9, "null_field"))]
 
 

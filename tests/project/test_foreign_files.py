@@ -181,7 +181,7 @@ def test_kept_ids_are_compared_with_their_hash_before_they_are_used(
 def test_a_damaged_quarantine_file_is_not_believed(world: World) -> None:
     (path,) = (world.data_dir / "quarantine").iterdir()
     entry = json.loads(path.read_text())
-    address = f"{entry['source']}:{entry['source_offset']}"
+    address = f"{entry['input']}:{entry['input_offset']}"
     assert "was left out" in world.main("peek", world.data_dir, address).ends(0).out
     path.write_text(path.read_text().replace("a.jsonl", "b.jsonl"))
     world.main("peek", world.data_dir, address).ends(65, path)
@@ -242,7 +242,7 @@ def test_a_document_whose_ids_take_more_bytes_than_ids_can_is_refused(world: Wor
 
 
 def test_a_json_file_of_millions_of_values_is_refused_before_it_is_decoded(world: World) -> None:
-    head = json.dumps({"format": "shardprep-findings", "version": 3, "plan_id": "0" * 64})[:-1]
+    head = json.dumps({"format": "shardprep-findings", "version": 4, "plan_id": "0" * 64})[:-1]
     path = world.data_dir / "findings.json"
     path.write_text(f'{head}, "findings": [{",".join(["[]"] * 4_000_000)}]}}')
     for command in ("status", "verify"):

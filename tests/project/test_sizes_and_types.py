@@ -63,8 +63,8 @@ WRONG_NUMBERS = {
     "num_bytes": (0, 3, 2**31, 2**32 - 1),
     "num_tokens": (2**31, 2**32 - 1),
     "offset": (1, 2**62, 2**64 - 1),
-    "source": (2**32 - 1,),
-    "source_offset": (2**63, 2**64 - 1),
+    "input_number": (2**32 - 1,),
+    "input_offset": (2**63, 2**64 - 1),
     "starts_offset": (0, 2**62, 2**64 - 1),
     "num_starts": (2**20, 2**32 - 1),
 }
@@ -88,7 +88,7 @@ def test_an_idx_with_an_impossible_number_is_refused_or_without_effect(world: Wo
         forge(world, "records", changed)
         codes = exit_codes(world, "verify", READERS[number % len(READERS)])
         # verify does not compare starts and source offsets.
-        assert codes["verify"] == 65 or "starts" in name or name == "source_offset", value
+        assert codes["verify"] == 65 or "starts" in name or name == "input_offset", value
 
 
 def test_overlapping_samples_take_no_memory_each(world: World) -> None:

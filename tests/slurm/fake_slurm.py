@@ -210,7 +210,7 @@ class Desk:
     def submitted(self, *arrays: dict[str, Any], verify: str = "2", **changes: Any) -> Path:
         """Write the record of a submission, by default of array job 1 and verify job 2. Returns its path."""
         verify_job = {"job_id": verify, "name": f"{NAME}-verify", "submit_time": WHEN}
-        facts = {"format": "shardprep-submission", "version": 3, "number": 0, "plan_id": "0123456789abcdef"}
+        facts = {"format": "shardprep-submission", "version": 4, "number": 0, "plan_id": "0123456789abcdef"}
         facts |= {"cluster": "test", "user": "root", "submitted": 1.5, "arrays": [*(arrays or [array()])]}
         facts |= {"verify": verify_job, "identity": self.identity, **changes}
         path = self.data / "jobs" / f"{facts['number']:04d}.json"

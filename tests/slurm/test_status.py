@@ -547,7 +547,7 @@ def foreign_attempt_at_an_array(desk: Desk) -> None:
 
 
 def foreign_controller(desk: Desk) -> None:
-    facts = {"format": "shardprep-controller", "version": 3, "job_id": "777", "name": "train-llama"}
+    facts = {"format": "shardprep-controller", "version": 4, "job_id": "777", "name": "train-llama"}
     facts |= {"submit_time": WHEN, "identity": desk.identity}
     path = desk.data / "jobs" / "control-777.json"
     path.parent.mkdir()

@@ -5,8 +5,8 @@
         run_child([warm.python, "-m", "shardprep", "verify", data])
 
 ``import torch`` takes 3 s of CPU time; a fork takes about 0.03 s. The command gets its caller's arguments,
-folder, environment and streams. PYTHONPATH, signals and the startup of Python are the server's, so do not use
-it for tests of these.
+folder, environment and streams. TERM and USR1 reach it and the processes that it started. PYTHONPATH, other
+signals and the startup of Python are the server's, so do not use it for tests of these.
 """
 
 from __future__ import annotations
@@ -30,13 +30,21 @@ from pathlib import Path
 
 # The script that replaces python. Without site-packages (-S -E) it starts in 0.02 s.
 _CLIENT = """#!{python} -SE
-import json, os, socket, sys
+import json, os, signal, socket, sys
+def pass_on(number, _):
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     words = {words!r} + sys.argv[1:]
     asked = json.dumps([words, os.getcwd(), dict(os.environ)]).encode("utf-8", "surrogateescape")
     socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(asked)
+    group = int.from_bytes(server.recv(8), "big")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, pass_on)
     code = server.recv(1)
 sys.exit(code[0] if code else 137)  # no exit code: it was killed
 """
@@ -96,26 +104,37 @@ def _answer(connection: socket.socket) -> None:
     with connection.makefile("rb") as stream:
         asked = stream.read(int.from_bytes(head, "big")).decode("utf-8", "surrogateescape")
     words, folder, environ = json.loads(asked)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A process of its own, because a program may end by os._exit or a signal.
+    pid = os.fork()
+    if pid:
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(OSError):  # it has ended, or does so itself
+            os.setpgid(pid, pid)
+        with contextlib.suppress(OSError):  # the caller is gone
+            connection.sendall(pid.to_bytes(8, "big"))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):
+            connection.sendall(bytes([code if code >= 0 else 128 - code]))
+        os._exit(0)
+    connection.close()
+    os.setpgid(0, 0)
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
-    code = 1
-    try:
-        code = _run(words)
-    finally:
-        with contextlib.suppress(OSError):
-            connection.sendall(bytes([code % 256]))
-        os._exit(code)
+    os._exit(_run(words) % 256)
 
 
 def _run(words: list[str]) -> int:
     """Do what ``python WORDS`` does, including its threads and exit functions, and return the exit code."""
     code: object = 0
     sys.path[0] = ""  # the current folder, as with -c and -m
+    if words[0] == "-u":
+        words = words[1:]
     try:
         if words[0] == "-m":
             sys.argv = words[1:]

@@ -143,23 +143,53 @@ def test_folder_and_flags_reach_the_worker_unchanged(site: Cluster, tmp_path: Pa
 # --- training: slurm/train_ddp.sh with examples/train_llama.py
 
 PROGRAM = ROOT / "examples" / "train_llama.py"
+HELD = ROOT / "tests" / "held" / "sitecustomize.py"
 FLAGS = (
     *("--global_batch_size", "8", "--batch_size", "2", "--seq_len", "64", "--num_workers", "0"),
     *("--num_threads", "1", "--log_batches"),
 )
 
 
+@pytest.fixture(scope="module")
+def warm(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Python for ranks, and for runs without Slurm."""
+    modules = ["transformers.models.llama.modeling_llama", "loader.dataloader"]
+    with WarmPython(tmp_path_factory.mktemp("warm"), modules, plain_cluster) as server:
+        yield server
+
+
 @pytest.fixture
-def train_site(plain_cluster: dict[str, str], tmp_path: Path) -> Cluster:
-    return Cluster(environ=dict(plain_cluster), folder=tmp_path)
+def train_site(plain_cluster: dict[str, str], warm: WarmPython, tmp_path: Path) -> Cluster:
+    """The cluster with a Python whose ranks are forks. torchrun itself is started as a new process."""
+    python = tmp_path / "python_of_ranks"
+    python.write_text(
+        f'#!/bin/bash\n[[ $* != *torch.distributed.run* ]] || exec {sys.executable} "$@"\n'
+        f'exec {warm.python} "$@"\n'
+    )
+    python.chmod(0o755)
+    return Cluster(environ={**plain_cluster, "SHARDPREP_PYTHON": str(python)}, folder=tmp_path)
+
+
+class Unbroken:
+    """The log of a run without Slurm that nothing interrupts. It goes on as far as a test needs."""
+
+    def __init__(self, python: Path, data: Path, folder: Path, environ: dict[str, str]) -> None:
+        self._site = Cluster(environ=environ, folder=folder)
+        self._command = [python, PROGRAM, data, folder / "checkpoints", *FLAGS]
+
+    def steps(self, number: int) -> list[dict[str, object]]:
+        """Return what the run logged at its first steps."""
+        checkpoints = self._site.folder / "checkpoints"
+        if not checkpoints.exists() or len(steps_of(checkpoints)) < number:
+            self._site.run(*self._command, "--num_steps", number)
+        return steps_of(checkpoints)[:number]
 
 
 @pytest.fixture(scope="module")
-def warm(plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Python for runs without Slurm."""
-    modules = ["transformers", "loader.dataloader"]
-    with WarmPython(tmp_path_factory.mktemp("warm"), modules, plain_cluster) as server:
-        yield server
+def unbroken(
+    warm: WarmPython, data: Path, plain_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Unbroken:
+    return Unbroken(warm.python, data, tmp_path_factory.mktemp("unbroken"), dict(plain_cluster))
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +198,17 @@ def data(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFac
     return World(folder, tokenizer=model_dir, raw_dir=sample_dir).make(num_shards=4).data_dir
 
 
-def train(site: Cluster, data: Path, checkpoints: Path, *flags: object) -> str:
+def train(site: Cluster, data: Path, checkpoints: Path, *flags: object, program: Path = PROGRAM) -> str:
     """Submit a training on two nodes and return its job id."""
-    return sbatch(site, "--nodes=2", "--ntasks-per-node=1", TRAIN, PROGRAM, data, checkpoints, *FLAGS, *flags)
+    return sbatch(site, "--nodes=2", "--ntasks-per-node=1", TRAIN, program, data, checkpoints, *FLAGS, *flags)
+
+
+def held_program(folder: Path) -> Path:
+    """Return the example with a pause, see ``Hold``. Forks of WarmPython do not run a sitecustomize."""
+    program = folder / "held.py"
+    runs = [f"runpy.run_path({str(HELD)!r})", f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"]
+    program.write_text("\n".join(["import runpy", *runs, ""]))
+    return program
 
 
 def train_log(site: Cluster, job: str) -> str:
@@ -183,21 +221,19 @@ def steps_of(checkpoints: Path) -> list[dict[str, object]]:
 
 
 def test_an_interrupted_training_resumes_on_one_node_with_the_same_batches_and_losses(
-    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+    unbroken: Unbroken, train_site: Cluster, data: Path, tmp_path: Path
 ) -> None:
     """After USR1 it saves a checkpoint and is requeued, then runs on half the nodes."""
-    site, checkpoints, unbroken, num_steps = train_site, tmp_path / "cut", tmp_path / "unbroken", 12
+    site, checkpoints, num_steps = train_site, tmp_path / "cut", 12
     flags = ("--num_steps", num_steps, "--save_every", 1000)
     hold = Hold(tmp_path, "open", r"/log\.jsonl$")  # rank 0 opens it after each step
-    held = hold.environ(number=3)
-    held["PYTHONPATH"] += f":{ROOT}"
-    job = train(Cluster(environ={**site.environ, **held}, folder=tmp_path), data, checkpoints, *flags)
+    site.environ.update(hold.environ(number=3), PYTHONPATH=str(ROOT))
+    job = train(site, data, checkpoints, *flags, program=held_program(tmp_path))
     hold.wait(1)
     site.run("scontrol", "update", "partitionname=cpu", "state=down")  # the job must not restart too early
     site.run("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: list(checkpoints.glob(".stop-*")))
     hold.release()
-    site.run(warm.python, PROGRAM, data, unbroken, *FLAGS, *flags)
     wait_until(lambda: site.tasks(job)[0]["JobState"] in {"PENDING", *ENDED})
     assert site.tasks(job)[0]["JobState"] == "PENDING", train_log(site, job)
     daemon = f"slurmstepd: [{job}."  # it may report the first end late
@@ -209,7 +245,7 @@ def test_an_interrupted_training_resumes_on_one_node_with_the_same_batches_and_l
     assert (last["Restarts"], last["NumNodes"]) == ("1", "1")
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log
     assert "rank 0 of 1 (RANK/WORLD_SIZE), from step 3" in log
-    ours, theirs = steps_of(checkpoints), steps_of(unbroken)
+    ours, theirs = steps_of(checkpoints), unbroken.steps(num_steps)
     assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
     assert re.search(r"step 10: loss .* tokens/s, waited .*% for data, at step 10 of", log)
@@ -219,34 +255,31 @@ def test_an_interrupted_training_resumes_on_one_node_with_the_same_batches_and_l
 
 
 def test_ranks_save_a_checkpoint_after_sigterm_even_if_workers_get_it_too(
-    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+    unbroken: Unbroken, train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
     """A preemption or scancel sends it to every process of the job's steps."""
-    site, checkpoints, unbroken = train_site, tmp_path / "term", tmp_path / "not_stopped"
+    site, checkpoints = train_site, tmp_path / "term"
     site.environ["SHARDPREP_MAX_REQUEUES"] = "0"
     workers, log = ("--num_workers", 1), checkpoints / "log.jsonl"
     endless = ("--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 0.3)
     job = train(site, data, checkpoints, *workers, *endless)
-    wait_until(
-        lambda: (
-            site.tasks(job)[0]["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
-        )
-    )
+
+    def is_under_way() -> bool:
+        return site.tasks(job)[0]["JobState"] in ENDED or (log.exists() and len(steps_of(checkpoints)) > 2)
+
+    wait_until(is_under_way)
     site.run("scancel", "--signal=TERM", job)
     last = site.ended(job)[0]
     assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), train_log(site, job)
     assert "SHARDPREP_MAX_REQUEUES allows: not again" in train_log(site, job), "it has a newer checkpoint"
     num_steps = len(steps_of(checkpoints)) + 3
-    for folder in (checkpoints, unbroken):
-        site.run(warm.python, PROGRAM, data, folder, *FLAGS, *workers, "--num_steps", num_steps)
-    ours, theirs = (
-        [(line["step"], line["batch"]) for line in steps_of(it)] for it in (checkpoints, unbroken)
-    )
-    assert ours == theirs
+    site.run(warm.python, PROGRAM, data, checkpoints, *FLAGS, *workers, "--num_steps", num_steps)
+    ours = [(line["step"], line["batch"]) for line in steps_of(checkpoints)]
+    assert ours == [(line["step"], line["batch"]) for line in unbroken.steps(num_steps)]
 
 
 def test_with_torchrun_on_two_nodes_ranks_resume_from_the_newest_readable_checkpoint(
-    train_site: Cluster, data: Path, warm: WarmPython, tmp_path: Path
+    warm: WarmPython, train_site: Cluster, data: Path, tmp_path: Path
 ) -> None:
     """The folder has a preprocess.py and a loader.py, which torchrun's ``python -m`` could import."""
     checkpoints = tmp_path / "torchrun"
@@ -261,9 +294,12 @@ def test_with_torchrun_on_two_nodes_ranks_resume_from_the_newest_readable_checkp
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 2" in train_log(train_site, job)
 
 
-def test_submit_and_retry_need_no_accounts(train_site: Cluster, sample_dir: Path, tmp_path: Path) -> None:
+def test_submit_and_retry_need_no_accounts(
+    plain_cluster: dict[str, str], sample_dir: Path, tmp_path: Path
+) -> None:
     """The first attempt does not find the moved input; the retry gets its new folder."""
-    raw, data, site = tmp_path / "raw", tmp_path / "O", train_site
+    raw, data = tmp_path / "raw", tmp_path / "O"
+    site = Cluster(environ=dict(plain_cluster), folder=tmp_path)
     shutil.copytree(sample_dir, raw)
     World(tmp_path, raw_dir=raw, data_dir=data).plan(num_shards=3)
     moved = raw.rename(tmp_path / "moved")

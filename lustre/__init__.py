@@ -9,6 +9,15 @@ import shardprep as _shardprep  # noqa: F401  # isort: skip
 
 from lustre.layout import parse_stripe, stripe_line
 from lustre.lfs import Need, space_lines, why_not_usable
+from lustre.released import released_lines
 from shardprep.errors import LustreError
 
-__all__ = ["LustreError", "Need", "parse_stripe", "space_lines", "stripe_line", "why_not_usable"]
+__all__ = [
+    "LustreError",
+    "Need",
+    "parse_stripe",
+    "released_lines",
+    "space_lines",
+    "stripe_line",
+    "why_not_usable",
+]

@@ -93,7 +93,7 @@ class LfsResult(NamedTuple):
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
         code = self.exit_code
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        return f"`lfs {' '.join(self.arguments)}` {how}: {' / '.join(words[:2])}"
+        return f"`lfs {_short(self.arguments)}` {how}: {' / '.join(words[:2])}"
 
     @property
     def is_usage_error(self) -> bool:
@@ -108,6 +108,13 @@ class LfsResult(NamedTuple):
         if self.exit_code:
             raise LustreError(f"{self.failure}; {what_to_do}", found=f"exit code {self.exit_code}")
         return self.stdout
+
+
+_MAX_WORDS = 30  # of a call, in a message
+
+
+def _short(words: Sequence[str]) -> str:
+    return " ".join([*words[:_MAX_WORDS], *["..."] * (len(words) > _MAX_WORDS)])
 
 
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
@@ -131,7 +138,7 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # if it hangs in the kernel, leave it behind
             process.wait(timeout=0.2)
-        found = f"`lfs {' '.join(words)}` did not answer in {timeout_s:g} s"
+        found = f"`lfs {_short(words)}` did not answer in {timeout_s:g} s"
         expected = "milliseconds; a server may be down: look at `lfs check servers`"
         raise LustreError(found=found, expected=expected) from None
     # Decoded here, because a text stream would turn a carriage return in a file name into a newline.

@@ -138,6 +138,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the missing shards on this machine."""
+    from lustre import released_lines
     from preprocess.make.shard_writer import missing_shards
     from preprocess.make.worker import amounts_line, run_shards
     from shardprep.format.jobs import RunRecord
@@ -161,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
     if not os.access(folder, os.W_OK | os.X_OK):
         found, advice = "a folder that you cannot write to", "its owner can make the shards"
         raise CannotWrite(path=folder, found=found, expected="write permission", advice=advice)
+    for line in released_lines(plan.input_dir, [plan.input_dir / item.path for item in plan.inputs]):
+        say(line)
     cpus = resources.allowed_cpus(offset=todo[0])
     assert settings.memory_gb is not None  # worker_settings sets it
     num_proc = args.num_proc

@@ -105,21 +105,22 @@ def _answer(connection: socket.socket) -> None:
         asked = stream.read(int.from_bytes(head, "big")).decode("utf-8", "surrogateescape")
     words, folder, environ = json.loads(asked)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A process of its own, because a program may end by os._exit or a signal.
+    # The program gets a process of its own, because it may end by os._exit or a signal. This one leads its
+    # group.
+    os.setpgid(0, 0)
     pid = os.fork()
     if pid:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         for fd in fds:
             os.close(fd)
-        with contextlib.suppress(OSError):  # it has ended, or does so itself
-            os.setpgid(pid, pid)
         with contextlib.suppress(OSError):  # the caller is gone
-            connection.sendall(pid.to_bytes(8, "big"))
+            connection.sendall(os.getpid().to_bytes(8, "big"))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(OSError):
             connection.sendall(bytes([code if code >= 0 else 128 - code]))
         os._exit(0)
     connection.close()
-    os.setpgid(0, 0)
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)

@@ -97,6 +97,9 @@ def make_plan(
         config = dataclasses.replace(config, excluded=sha256)
     # List the inputs, and divide them into shards.
     listing = find_inputs(config.input_dir, config)
+    # Before any of them is read, because that may wait for an archive.
+    for line in lustre.released_lines(config.input_dir, listing.paths):
+        say(line)
     found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}  # options as found
     found_out["follow_links"] = listing.follows_links
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)

@@ -25,7 +25,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lustre import LustreError, Need, space_lines, stripe_line
+from lustre import LustreError, Need, released_lines, space_lines, stripe_line
 from tests.checkout import ROOT
 from tests.slurm.fake_slurm import Desk, install_fake_slurm
 from tests.world import Ended, World, call_main, refuses
@@ -392,6 +392,53 @@ def test_plan_and_submit_warn_of_missing_space_and_continue(on_lustre: FakeLustr
     assert desk.sent(), "the job is sent anyway"
 
 
+# --- inputs that are released to an archive
+
+
+def test_plan_and_run_say_how_many_inputs_are_released_until_they_are_restored(on_lustre: FakeLustre) -> None:
+    root = on_lustre.folder.parent
+    world = World(root / "raw's", data_dir=root / "D")
+    world.raw({f"{name}.txt": "a line of text\n" * 100 for name in "abcd"})
+    on_lustre.give(released=["a.txt", "c.txt"])
+    found = "2 of 4 inputs are released"
+    world.try_plan(num_shards=1).ends(0, found, "3.00 kB")
+    assert len(on_lustre.calls("hsm_state")) == 1
+    said = call_main("run", world.data_dir).ends(0, found).text
+    [command] = re.findall(r"To restore all at once: (.*)$", said, re.MULTILINE)
+    subprocess.run(["bash", "-c", command], check=True)
+    assert "released" not in call_main("run", world.data_dir, "--shards", 0, "--again").ends(0).text
+
+
+def test_of_many_inputs_a_sample_is_looked_at_by_one_call(on_lustre: FakeLustre) -> None:
+    root = on_lustre.folder.parent
+    paths = [root / f"{number:04d}.txt" for number in range(2500)]
+    for path in paths:
+        path.write_text("x" * 1000)
+    on_lustre.give(released=[path.name for path in paths[::2]] + [path.name for path in paths[1::4]])
+    [line] = released_lines(root, paths)
+    [call] = on_lustre.calls("hsm_state")
+    assert len(call) - 2 <= 1000
+    [number] = re.findall(r"about ([0-9,]+) of 2,500 inputs", line)
+    assert 1700 <= int(number.replace(",", "")) <= 2050, "three quarters are released"
+
+
+def test_what_is_not_known_about_released_inputs_is_a_note(on_lustre: FakeLustre) -> None:
+    """Also: nothing is said about other file systems, and names with line breaks count as not looked at."""
+    root = on_lustre.folder.parent
+    broken = root / "b\nc: (0x0000000d) released"
+    for path in (root / "a", broken):
+        path.touch()
+    on_lustre.give(released=["a"])
+    assert released_lines(Path("/"), [root / "a"]) == []
+    [line] = released_lines(root, [root / "a", broken])
+    assert "about 2 of 2 inputs" in line
+    [line] = released_lines(root, [root / "gone"])
+    assert line.startswith("note: ")
+    on_lustre.fault("not-lustre")
+    [line] = released_lines(root, [root / "a"])
+    assert line.startswith("note: ")
+
+
 # --- setstripe never runs on files
 
 
@@ -444,6 +491,8 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
     root, record = on_lustre.folder.parent, recorded(os.environ["FAKE_LFS_DIALECT"])
     for name in ("orion", "i3", "d"):
         (root / name).mkdir()
+    for name in ("f00", "f01", "f02"):
+        (root / name).touch()
     for case in record["cases"]:
         words = [word.replace(MOUNT, str(root)) for word in case["argv"]]
         if words[1] == "getstripe":

@@ -110,8 +110,8 @@ def _answer(connection: socket.socket) -> None:
     os.setpgid(0, 0)
     pid = os.fork()
     if pid:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(OSError):  # the caller is gone

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardprep import check_not_hidden
 
 if TYPE_CHECKING:
-    from slurm.send import submit_with_submitit
+    from slurm.submitit import submit_with_submitit
 
 check_not_hidden("preprocess")
 
@@ -21,7 +21,7 @@ __all__ = ["submit_with_submitit"]
 def __getattr__(name: str) -> Any:
     """Import ``submit_with_submitit`` at its first use, because ``--help`` does not need it."""
     if name == "submit_with_submitit":
-        from slurm.send import submit_with_submitit
+        from slurm.submitit import submit_with_submitit
 
         return submit_with_submitit
     raise AttributeError(f"module 'slurm' has no attribute {name!r}; it has {', '.join(__all__)}")

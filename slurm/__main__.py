@@ -38,7 +38,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 
 def minutes(text: str) -> int:
     """Parse minutes, or a time as Slurm writes it."""
-    from slurm.state import minutes_of  # takes time to import
+    from slurm.commands import minutes_of  # takes time to import
 
     with contextlib.suppress(ValueError):
         return int(text)
@@ -50,7 +50,7 @@ def minutes(text: str) -> int:
 
 def gigabytes(text: str) -> float:
     """Parse GB, or a size as Slurm writes it, such as 4000M or 4G."""
-    from slurm.state import megabytes_of
+    from slurm.commands import megabytes_of
 
     try:
         return float(text)
@@ -104,12 +104,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 # Modules are named, not imported, so that a command loads only what it needs.
 _COMMANDS = (
-    ("submit", "submit the missing shards, and a verify job after them", _add_submit, "send"),
-    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "send"),
+    ("submit", "submit the missing shards, and a verify job after them", _add_submit, "submit"),
+    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "retry"),
     ("status", "show the state of every shard, and why shards failed", _add_status, "status"),
-    ("report", "write an HTML page: what the data set contains, how to make it again", _add_report, "status"),
-    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "send"),
-    ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, "status"),
+    ("report", "write an HTML page: what the data set contains, how to make it again", _add_report, "report"),
+    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "cancel"),
+    ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, "logs"),
 )
 PROGRAM = Program(
     name="python -m slurm",

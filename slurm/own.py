@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardprep.format.jobs import AttemptRecord, JobRequest, Submission, user_name
-from slurm import state as states
-from slurm.state import Attempt, DatasetState, Job, Shard
+from slurm.causes import BAD_INPUT
+from slurm.queue import Job
+from slurm.state import Attempt, DatasetState, Shard
 
 _MAX_ATTEMPTS = 3  # that fail in the same way
 
@@ -90,7 +91,7 @@ def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = F
             typed_job = job_id
     before = last.array.request if last.array else JobRequest()
     changed = {name for name, value in changes.items() if getattr(before, name) != value}
-    if cause == states.BAD_INPUT and "worker_args" not in changed:
+    if cause == BAD_INPUT and "worker_args" not in changed:
         return "the same input fails in the same way"
     if num_same >= _MAX_ATTEMPTS and not changed and not is_named:
         return f"failed in the same way {num_same} times"

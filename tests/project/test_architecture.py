@@ -84,7 +84,7 @@ def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
 
 
 # Modules that show records of other users, too, or tell own records from them.
-SHOWN = {"slurm/state.py", "slurm/status.py", "slurm/own.py"}
+SHOWN = {f"slurm/{name}.py" for name in ("queue", "state", "status", "status_data", "logs", "report", "own")}
 RECORDS = {"submissions", "records", "attempts", "controllers", "unrecorded", "is_own"}
 READERS = {"read_submissions", "read_attempts", "read_own_controllers", "read_events"}
 
@@ -163,9 +163,9 @@ AROUND_FOLDERS = {
     "shardprep/format/documents.py": "a list that the user names",
     "shardprep/format/jobs.py": "/proc",
     "shardprep/limited_process.py": "/proc and a pipe",
-    "slurm/send.py": "our own batch script",
-    "slurm/state.py": "logs, whose paths are compared with the data set's first",
-    "slurm/status.py": "the report, at a name that the user gives",
+    "slurm/causes.py": "logs, whose paths are compared with the data set's first",
+    "slurm/report.py": "the report, at a name that the user gives",
+    "slurm/scripts.py": "our own batch script",
 }
 
 

@@ -167,7 +167,7 @@ from shardprep.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """
-MAKE = "from slurm.send import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
+MAKE = "from slurm.submitit import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "MakeShards()(sys.argv[1], '0')"
 LOADS = "from loader import get_llama3_dataloader\n"
 # A file that hides our package, its text, the text of train.py, the command, its exit code and last line.

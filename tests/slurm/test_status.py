@@ -887,7 +887,7 @@ def test_json_has_exactly_the_documented_fields(desk: Desk, command: str) -> Non
 
 def test_speed_is_measured_since_the_newest_submission_and_the_rest_includes_waits(desk: Desk) -> None:
     now = time.time()
-    desk.patch.setattr("slurm.status.time.time", lambda: now)
+    desk.patch.setattr("slurm.status_data.time.time", lambda: now)
     desk.submitted(submitted=now - 1000)
     desk.submitted(array("5"), verify="6", number=1, submitted=now - 60)
     desk.queue(squeue_line("1-4", "RUNNING", job="5"))

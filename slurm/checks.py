@@ -1,0 +1,69 @@
+"""What is checked before anything is sent: the folder, the queue, and whole nodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardprep.console import quoted, say, shards_text
+from shardprep.errors import CannotWrite, UsageError
+from shardprep.files import is_link
+from shardprep.format import commands
+from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
+from shardprep.format.jobs import JobRequest
+from shardprep.format.names import id_ranges
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from slurm.commands import SlurmRefused
+from slurm.fit import Site
+from slurm.own import own_records
+from slurm.state import DatasetState
+
+
+def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
+    """Report which of the wanted shards (None: all) are not sent because they are queued already.
+
+    Raises SlurmRefused if jobs without a record are queued: their shards would be made twice.
+    """
+    unrecorded = own_records(state).unrecorded
+    if unrecorded:
+        jobs = ", ".join(unrecorded)
+        found = f"jobs {jobs} wait or run, but no record in {JOBS_FOLDER}/ names their shards"
+        expected = "no such jobs; another command may be sending them now: wait, or end them"
+        remedy = commands.on("cancel", state.folder)
+        raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
+    if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
+        named = shards_text(id_ranges(queued))
+        say(f"left out, because they wait or run (or are just being cancelled): {named}")
+
+
+def check_folder(folder: Path, request: JobRequest) -> Plan:
+    """Check folder, tokenizer, set-up file and input as tasks need them, and return the plan."""
+    plan = need_plan(DataFolder(folder))
+    check_tokenizer_files(DataFolder(folder), plan.tokenizer_files)
+    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
+        if place != folder and is_link(place):  # records and Slurm's logs would go to its target
+            raise CannotWrite(path=place, found="a link", expected="a folder in its place")
+        if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
+            todo = f"to share it with your group, its owner can type: chmod -R g+rwX {quoted(folder)}"
+            raise CannotWrite(path=place, found="not a folder that you can write to", expected=f"one; {todo}")
+    if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
+        expected = "the path of a file for tasks to source"
+        raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
+    if plan.options.transform_sha256 and "--transform" not in request.worker_args:
+        found = "a plan with a function for documents, and no file with it for the tasks"
+        expected, remedy = "--worker_args with --transform", commands.submit(folder)
+        raise UsageError(path=folder, found=found, expected=expected, remedy=remedy)
+    if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
+        todo = "Has the input moved? --worker_args '--input_dir NEW'"
+        say(f"warning: no {plan.input_dir} on this host; tasks on nodes without it exit with 66. {todo}")
+    return plan
+
+
+def warn_of_whole_nodes(request: JobRequest, site: Site) -> None:
+    """Say that a task of few CPUs takes a whole node, in a partition that gives whole nodes only."""
+    limits = site.limits(request)
+    if limits.is_exclusive and request.num_cpus and request.num_cpus < (limits.max_cpus or 1):
+        say(
+            f"warning: the partition gives whole nodes only, so each task uses {request.num_cpus} of "
+            f"{limits.max_cpus} CPUs, and all are charged; to use a node's CPUs: --cpus_per_task node"
+        )

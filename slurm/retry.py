@@ -1,0 +1,182 @@
+"""``retry DATA``: send failed shards again. The controller of ``--until_done`` runs it, too."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from functools import partial
+from typing import Any
+
+from shardprep.command_line import given_of
+from shardprep.console import counted, print_lines, say, shards_text
+from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
+from shardprep.format import commands
+from shardprep.format import jobs as job_files
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.jobs import JobRequest, Submission
+from shardprep.format.names import chosen_shards, id_ranges
+from shardprep.format.plan import need_plan
+from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
+from slurm.checks import check_folder, check_queue
+from slurm.commands import REQUEST_VARIABLES, ask_patiently, minutes_of
+from slurm.controller import finish, submit_controller, why_not_verified
+from slurm.fit import Site, more_memory, more_time
+from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
+from slurm.send import Groups, send_groups
+from slurm.state import DatasetState, Shard, find_state
+from slurm.status import wait_for_jobs
+from slurm.submit import with_variables
+
+_MAX_ROUNDS = 5  # times that --until_done sends failed shards again
+_LATE_KILL_MIN = 2  # Slurm checks time limits every 30 s, and then waits for the task to end
+
+
+def retry(args: argparse.Namespace) -> int:
+    """Send failed shards again, with more memory or time if that ran out: ``retry DATA``."""
+    try:
+        return _retry(args)
+    except ShardprepError as error:
+        if args.until_done and not args.dry_run:
+            job_files.append_event(DataFolder(args.output_dir), "stopped", why=str(error))
+        raise
+
+
+def _retry(args: argparse.Namespace) -> int:
+    changes = with_variables(given_of(args, JobRequest))
+    plan = need_plan(DataFolder(args.output_dir))
+    find = partial(find_state, args.output_dir, plan, needs_slurm=not args.dry_run)
+    state = ask_patiently(find) if args.until_done else find()  # no person is there to ask again
+    site = Site(state, is_needed=not args.dry_run)
+    groups = shards_to_retry(args, state, changes, site)
+    if args.until_done and not args.dry_run:
+        request = _base_request(state, changes)
+        if not groups and not state.ids("running", "pending"):
+            return finish(state, why_not_verified(args, state), request)
+        if (args.round or 1) > _MAX_ROUNDS:
+            missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
+            return finish(state, f"not made after {counted(_MAX_ROUNDS, 'round')}: {missing}", request)
+        if not groups:
+            submit_controller(args, state, request)
+            return 0
+    if groups:
+        return send_groups(args, state, groups, site)
+    num_left = len(state.ids("failed"))
+    left = f"{counted(num_left, 'failed shard')} left out, " if num_left else ""
+    print_lines(f"nothing to retry: {left}{state.summary}")
+    if args.wait and not args.dry_run:
+        return wait_for_jobs(args.output_dir)
+    return ReadWriteError.exit_code if num_left else 0
+
+
+def shards_to_retry(
+    args: argparse.Namespace, state: DatasetState, changes: dict[str, Any], site: Site
+) -> Groups:
+    """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
+    shard_ids = chosen_shards(state.plan.num_shards, args.shards)
+    check_queue(state, shard_ids)
+    if not state.is_tried and state.ids("not submitted", "not visible"):
+        remedy = commands.submit(state.folder)
+        raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
+    wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
+    # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
+    is_named = args.round is None and (shard_ids is not None or args.until_done)
+    again = []
+    for shard in wanted:
+        why = why_not_retried(shard, changes, is_named=is_named)
+        if why:
+            remedy = remedy_of(shard.cause or "")
+            say(f"left out: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
+        elif shard.state in ("failed", "not submitted"):
+            again.append(shard)
+    if not again:
+        return []
+    base = _base_request(state, changes)
+    groups: dict[JobRequest, list[int]] = {}
+    notes: dict[str, list[int]] = {}
+    for shard in again:
+        request, note = _request_after(shard, base, site)
+        groups.setdefault(request.changed(**changes), []).append(shard.shard_id)
+        if note:
+            notes.setdefault(note, []).append(shard.shard_id)
+    for note, noted in notes.items():
+        say(f"{shards_text(id_ranges(noted))}: {note}")
+    for request in groups:
+        check_folder(state.folder, request)
+    return list(groups.items())
+
+
+def _base_request(state: DatasetState, changes: dict[str, Any]) -> JobRequest:
+    """Return the request of the user's newest submission, or of plain sbatch tasks, with the user's changes.
+
+    Raises Refused if only another user submitted: the values of that record would run and be charged as this
+    user's, so the user has to name them.
+    """
+    own = own_records(state)
+    if own.submissions:
+        return _without_dependency(own.submissions[-1].arrays[0].request).changed(**changes)
+    if own.newest_of_others:
+        _refuse_values_of_others(state, own.newest_of_others, changes)
+    return _request_of_plain_tasks(own).changed(**changes)
+
+
+def _request_of_plain_tasks(own: OwnRecords) -> JobRequest:
+    """Return a request for what the newest task of plain sbatch had."""
+    if not own.plain_attempts:
+        return JobRequest()
+    had = own.plain_attempts[-1]
+    return JobRequest(
+        partition=had.partition or None,
+        account=had.account or None,
+        qos=had.qos or None,
+        cpus_per_task=had.num_cpus or 1,
+        mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
+        time_min=minutes_of(had.time_limit),
+    )
+
+
+def _without_dependency(request: JobRequest) -> JobRequest:
+    """Remove the user's own --dependency from a request: Slurm may have forgotten that job."""
+    words = [each for each in shlex.split(request.sbatch_args) if not each.startswith("--dependency=")]
+    return request.changed(sbatch_args=shlex.join(words))
+
+
+def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dict[str, Any]) -> None:
+    """Raise Refused for values of another user's record that this user has not named."""
+    variables = []
+    flags = []
+    for name, value in vars(sent.arrays[0].request).items():
+        if value == getattr(JobRequest(), name) or name in changes:
+            continue
+        if name in ("qos", "constraint", "exclude"):  # have no flag
+            variables.append(f"{REQUEST_VARIABLES[name]}={shlex.quote(value)}")
+        else:
+            flags.append(f"--{name}={value}")
+    if not (flags or variables):
+        return
+    found = f"values in a record in jobs/ that another user wrote, or can write to ({sent.number:04d}.json)"
+    expected = "that you read them and name them yourself, because they run as you; omit one with --NAME=''"
+    remedy = " ".join([*variables, commands.on("retry", state.folder, *flags)])
+    raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
+
+
+def _request_after(shard: Shard, base: JobRequest, site: Site) -> tuple[JobRequest, str]:
+    """Return the request of the last attempt, with more of what ran out, and what to say about it, or ""."""
+    attempts = own_attempts(shard)
+    if not attempts:
+        return base, ""
+    last = attempts[-1]
+    array = last.array
+    request = _without_dependency(array.request) if array else base
+    cause = last.cause(shard.shard_id)
+    if cause == OUT_OF_MEMORY:
+        known = array or last.record
+        had_mb = known.mem_mb if known else None
+        return more_memory(request, had_mb, len(last.shards), site.limits(request))
+    if cause == TIMEOUT:
+        # `scontrol update timelimit=` may have raised the limit. A plain sbatch task's is not recorded.
+        limit_min = (array.time_min if array else None) or request.time_min or 0
+        ran_min = round(last.elapsed_s / 60)
+        if ran_min - limit_min <= _LATE_KILL_MIN:
+            ran_min = limit_min or ran_min
+        return more_time(request, ran_min, site.limits(request))
+    return request, ""

@@ -83,6 +83,23 @@ def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
     TopologicalSorter({name: names - {name} for name, names in imported.items()}).prepare()
 
 
+# The rooms of slurm/. Each imports only those before it.
+SLURM = (
+    *("commands", "limits", "reasons", "queue", "causes", "state", "own", "fit"),
+    *("scripts", "sbatch", "checks", "status_data", "status_text", "status", "report", "logs"),
+    *("controller", "send", "submit", "submitit", "retry", "cancel"),
+)
+
+
+def test_arrows_between_the_rooms_of_slurm_go_one_way() -> None:
+    names = {path.stem for path in (ROOT / "slurm").glob("*.py")}
+    assert names - {"__init__", "__main__"} == set(SLURM)
+    for number, name in enumerate(SLURM):
+        imported = imports_of(ROOT / "slurm" / f"{name}.py") & MODULES
+        later = {f"slurm.{each}" for each in SLURM[number:]}
+        assert not imported & later, f"slurm/{name}.py"
+
+
 # Modules that show records of other users, too, or tell own records from them.
 SHOWN = {f"slurm/{name}.py" for name in ("queue", "state", "status", "status_data", "logs", "report", "own")}
 RECORDS = {"submissions", "records", "attempts", "controllers", "unrecorded", "is_own"}

@@ -40,7 +40,7 @@ from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 
-Records = npt.NDArray[np.void]
+IdxRecords = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MAX_PRINTED = 5  # problems of one kind
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
@@ -289,7 +289,7 @@ def _check_shards(
     return [result for result in results.values() if isinstance(result, Manifest)], problems
 
 
-def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> Records:
+def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> IdxRecords:
     """Check that an idx agrees with the manifest, the plan and the tar's size. Return its records."""
     shard_id, counts, name = shard.shard_id, shard.counts, f"the idx of shard {shard.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
@@ -330,7 +330,7 @@ def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> Records:
     return records
 
 
-def _check_ids(shard: Manifest, tar: files.HashedFile, records: Records) -> None:
+def _check_ids(shard: Manifest, tar: files.HashedFile, records: IdxRecords) -> None:
     """Check that ids are in the vocabulary or blank, JSON lists have their lengths, and the tar its end.
 
     A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).

@@ -159,7 +159,7 @@ _RECORD = np.dtype(
         ("last_id", np.int64),  # -1 if tokens were not counted or there are none
     ]
 )
-Records = npt.NDArray[np.void]
+IdxRecords = npt.NDArray[np.void]
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset skips such names
 _MOST_DIGITS = 10  # of an id
@@ -167,7 +167,7 @@ _KEYS = "a name up to its first dot is the sample's key, and keys must differ"
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
 
-def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[Records, int, str, int]:
+def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[IdxRecords, int, str, int]:
     """Return the records of a tar, the tokens per packed row or 0, a hash of the tar, and its bytes.
 
     With ``count_tokens`` it reads all data. Raises BrokenShard, UnknownMember or OSError.
@@ -267,9 +267,9 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     return first, end - first, num_tokens, 0, 0, 0, TOKEN_DTYPES.index(dtype), last_id
 
 
-def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
+def _packed_records(samples: list[_Sample]) -> tuple[IdxRecords, int]:
     """Return the _RECORD of each row, and the tokens per row. Reads no ids. Raises BrokenShard."""
-    parts: list[Records] = []
+    parts: list[IdxRecords] = []
     forms = set()
     for sample in samples:
         if not {IDS_FIELD, DOC_STARTS_FIELD} <= sample.fields.keys() <= _ROW_FIELDS:

@@ -22,7 +22,7 @@ from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE, ReadFile
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.index import Records, read_idx
+from shardprep.format.index import IdxRecords, read_idx
 from shardprep.format.plan import read_input_names, read_plan
 
 SplitName = Literal["train", "validation"]
@@ -87,7 +87,7 @@ def _cached_input_names(folder: DataFolder) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def _cached_idx(folder: DataFolder, spec: names.DatasetSpec, shard_id: int) -> Records:
+def _cached_idx(folder: DataFolder, spec: names.DatasetSpec, shard_id: int) -> IdxRecords:
     found = read_idx(folder, spec, shard_id)
     folder.close()
     return found

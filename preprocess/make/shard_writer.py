@@ -33,7 +33,7 @@ from shardprep.format import manifest as manifests
 from shardprep.format import names
 from shardprep.format.data_folder import SHARD_FOLDERS, DataFolder
 from shardprep.format.documents import DIGEST, are_for_validation
-from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, Records, idx_header
+from shardprep.format.index import IDX_DOCUMENT, IDX_DTYPES, ChunkCrcs, IdxRecords, idx_header
 from shardprep.format.manifest import LENGTH_BITS, Manifest, RunFacts, ValidationCounts, done_manifest
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan import PlanOptions
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     """
 
     data: bytes | memoryview
-    records: Records
+    records: IdxRecords
     digests: Digests = _NO_DIGESTS  # of the documents that begin in the samples, if digests are kept
     is_validation: bool = False
 

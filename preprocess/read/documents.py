@@ -278,7 +278,7 @@ class Texts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Records:
+class InputRecords:
     """Consecutive lines or rows of a file: their texts, and where they are in the file."""
 
     texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; in a list an empty text is not a document
@@ -300,7 +300,7 @@ class Format(Protocol):
         If there is none, return the file's size; if it is not before ``end``, None. Raises BadInput.
         """
 
-    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         """Yield the records of a part in order, about ``batch_bytes`` of text at a time.
 
         Their ``num_bytes`` add up to the size of the part. Raises BadInput, ReadWriteError.

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import Inspected, OpenInput, RangeReader, Records, Start, Stretches, Texts
+from preprocess.read.documents import Inspected, OpenInput, RangeReader, InputRecords, Start, Stretches, Texts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
@@ -254,7 +254,7 @@ class LineFormat:
         """Return texts and columns. ``starts``: of the lines in ``lines``, which begins at byte ``at``."""
         raise NotImplementedError
 
-    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         pieces = self.text_of_part(reader, fields.options, batch_bytes)
         return self.records_of(reader.part, pieces, fields, batch_bytes)
 
@@ -304,7 +304,7 @@ class LineFormat:
 
     def records_of(
         self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
-    ) -> Iterator[Records]:
+    ) -> Iterator[InputRecords]:
         """Yield the records of a part, given its text without the first ``skipped`` bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
         is_inside = self.compression is not None and part.start > 0
@@ -315,7 +315,7 @@ class LineFormat:
             starts = np.zeros(1, np.int64) if data is None else self.line_starts(data)
             bounds = np.append(starts, size)
             if not len(starts):
-                yield Records(num_bytes=num_bytes)
+                yield InputRecords(num_bytes=num_bytes)
             for number in range(0, len(starts), most_lines):
                 begins = starts[number : number + most_lines]
                 sizes = np.diff(bounds[number : number + most_lines + 1])
@@ -326,7 +326,7 @@ class LineFormat:
                     lines = data[first : first + int(sizes.sum())]
                     found = self.texts_of_lines(fields, lines, begins - first, block_start + first)
                 (texts, columns), at = found, begins + block_start
-                yield Records(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
+                yield InputRecords(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
     def blocks(
@@ -435,7 +435,7 @@ class TextLines(LineFormat):
     def can_be_split(self, options: PlanOptions) -> bool:
         return options.doc == "line"
 
-    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         options = fields.options
         pieces, num_bom_bytes = self.text_of_part(reader, options, batch_bytes), 0
         if options.encoding == "utf-8-sig" and reader.part.start == 0:
@@ -452,7 +452,7 @@ class TextLines(LineFormat):
         is_whole = size <= MOST_DOCUMENT_BYTES
         text = _decoded(bytes(buffer), num_bom_bytes, options.encoding) if is_whole else too_long("its text")
         starts, sizes = np.array([num_bom_bytes]), np.array([size])
-        yield Records(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
+        yield InputRecords(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
 
     def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
         """Strip the lines. If a line is not UTF-8, or has another encoding, decode them one by one."""

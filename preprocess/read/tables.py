@@ -40,7 +40,7 @@ from preprocess.read.documents import (
     Numbers,
     OpenInput,
     RangeReader,
-    Records,
+    InputRecords,
     Start,
     Stretches,
 )
@@ -153,12 +153,12 @@ class Parquet:
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
         return documents.starts_among(places, file, stretches)
 
-    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         reader.hash_rest()
         if reader.file.stamp.num_bytes:
             yield from _joined(self._decoded(reader, fields, batch_bytes), batch_bytes)
 
-    def _decoded(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+    def _decoded(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         """Yield the records of a part as they are decoded, perhaps few at a time."""
         file, part = reader.file, reader.part
         table, stream, fields = self._open(file, fields)
@@ -190,7 +190,7 @@ class Parquet:
                 if num_rows != expected:
                     raise ValueError(f"row group {numbers[0]} has {num_rows} rows, not {expected}")
         if counted_end < part.end:  # row groups without rows, or no row group
-            yield Records(num_bytes=part.end - counted_end)
+            yield InputRecords(num_bytes=part.end - counted_end)
 
     def _open(self, file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
         """Open a table. Returns a pyarrow ParquetFile, its stream, and the fields in it. Raises BadInput."""
@@ -317,9 +317,9 @@ def _rows_decoded_at_once(dictionaries: _Dictionaries, batch_bytes: int, number:
     return max(1, min(most, _MOST_DECODED_BYTES // max(1, row_bytes)))
 
 
-def _joined(records: Iterator[Records], batch_bytes: int) -> Iterator[Records]:
+def _joined(records: Iterator[InputRecords], batch_bytes: int) -> Iterator[InputRecords]:
     """Join records until they have about ``batch_bytes`` of text, or _MOST_ROWS rows."""
-    some: list[Records] = []
+    some: list[InputRecords] = []
     num_rows = num_bytes = 0
     for each in records:
         some.append(each)
@@ -334,14 +334,14 @@ def _joined(records: Iterator[Records], batch_bytes: int) -> Iterator[Records]:
         yield _join(some)
 
 
-def _join(some: list[Records]) -> Records:
+def _join(some: list[InputRecords]) -> InputRecords:
     if len(some) == 1:
         return some[0]
     columns: dict[str, list[Any]] = {}
     for each in some:
         for name, values in each.columns.items():
             columns.setdefault(name, []).extend(values)
-    return Records(
+    return InputRecords(
         texts=list(itertools.chain.from_iterable(each.texts for each in some)),
         starts=np.concatenate([each.starts for each in some]),
         sizes=np.concatenate([each.sizes for each in some]),
@@ -382,7 +382,7 @@ class Arrow:
         places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
         return documents.starts_among(places, file, stretches)
 
-    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[Records]:
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         file, part = reader.file, reader.part
         reader.hash_rest()
         first_row, counted_end, is_large = 0, part.start, False
@@ -415,7 +415,7 @@ class Arrow:
                     counted_end = message.end
                     first_row += batch.num_rows
         if counted_end < part.end:  # the end marker, and a footer
-            yield Records(num_bytes=part.end - counted_end)
+            yield InputRecords(num_bytes=part.end - counted_end)
 
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
@@ -633,7 +633,7 @@ def _rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
 
 def _records(
     batch: Any, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
-) -> Iterator[Records]:
+) -> Iterator[InputRecords]:
     """Yield the records of a record batch, some rows at a time. The first ones count ``num_bytes``."""
     columns = {path: _column(batch, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
@@ -653,7 +653,7 @@ def _records(
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
         rows, others = first_row + first + np.arange(num), fields.columns(values)
         found = documents.texts_of(texts)
-        yield Records(texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others)
+        yield InputRecords(texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others)
         first, num_bytes = first + max(1, num), 0
 
 

@@ -71,7 +71,7 @@ IDX_DTYPES = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "cha
 READ_BYTES = 4 << 20  # of ids per read, unless a single sample has more
 MAX_JSON_ID_BYTES = 12  # of a token id in a list, so that a list takes no more memory than its tokens
 MAX_OFFSET = 2**62  # so that sums stay in an int64; readers also compare offsets with the tar's size
-Records = npt.NDArray[np.void]  # of one of IDX_DTYPES
+IdxRecords = npt.NDArray[np.void]  # of one of IDX_DTYPES
 
 
 class ChunkCrcs:
@@ -132,7 +132,7 @@ class IdxFile:
             self._crcs = np.frombuffer(crcs, CHUNK_CRC)
             opened.pop_all()
 
-    def read(self, rows: slice) -> Records:
+    def read(self, rows: slice) -> IdxRecords:
         """Read the records of some rows. Raises BrokenShard or OSError."""
         # The first read of a chunk reads all of it and checks its crc32, which takes 10 us per 20 KB; reading
         # the ids of as many rows takes 0.7 ms (one core, page cache).
@@ -169,7 +169,7 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     return HEADER_BYTES + num_samples * IDX_DTYPES[kind].itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
-def read_idx(folder: DataFolder, spec: DatasetSpec, shard_id: int) -> Records:
+def read_idx(folder: DataFolder, spec: DatasetSpec, shard_id: int) -> IdxRecords:
     """Return a shard's idx as a structured array of one of IDX_DTYPES, a record per sample."""
     with errors_named(folder.path_of(names.idx_name(shard_id))):
         idx = IdxFile(folder, spec, shard_id)
@@ -177,7 +177,7 @@ def read_idx(folder: DataFolder, spec: DatasetSpec, shard_id: int) -> Records:
             return idx.read(slice(0, idx.num_samples))
 
 
-def misplaced_samples(spec: DatasetSpec, records: Records, tar_bytes: int) -> npt.NDArray[np.bool_]:
+def misplaced_samples(spec: DatasetSpec, records: IdxRecords, tar_bytes: int) -> npt.NDArray[np.bool_]:
     """Return which samples cannot be where the idx says, in a tar of this size: bool[samples].
 
     Ids, starts and masks must be inside the tar and have the right size. Ids must not overlap, and a row's
@@ -216,7 +216,7 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     return np.array([(b"shardidx", names.FORMAT_VERSION, kind, token_bytes, *of_shard)], IDX_HEADER).tobytes()
 
 
-def samples_containing(records: Records, place: tuple[int, int], num_train: int) -> list[int]:
+def samples_containing(records: IdxRecords, place: tuple[int, int], num_train: int) -> list[int]:
     """Return the samples of the last document that begins at or before ``place``, (input, offset)."""
     # Rows for validation follow the ``num_train`` others. The document may be on either side.
     is_in_rows = "num_starts" in (records.dtype.names or ())
@@ -320,7 +320,7 @@ class ShardSamples:
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
-    def _ids_of(self, records: Records) -> Iterator[npt.NDArray[np.integer]]:
+    def _ids_of(self, records: IdxRecords) -> Iterator[npt.NDArray[np.integer]]:
         steps = np.diff(records["offset"].astype(np.int64))  # negative where samples for validation begin
         try:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
@@ -331,7 +331,7 @@ class ShardSamples:
 
 
 def ids_of(
-    spec: DatasetSpec, records: Records, read: Callable[[int, int], bytearray]
+    spec: DatasetSpec, records: IdxRecords, read: Callable[[int, int], bytearray]
 ) -> Iterator[npt.NDArray[np.integer]]:
     """Yield the ids of samples with ascending offsets, in pieces. ``read(offset, size)`` reads the tar."""
     first, ends = 0, records["offset"] + records["num_bytes"]

@@ -254,7 +254,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.documents import Inspected, Records, Start, texts_of
+from preprocess.read.documents import Inspected, InputRecords, Start, texts_of
 
 
 def begins_of(data):
@@ -285,7 +285,7 @@ class Csv:
         ends = [*begins[1:], size]
         cells = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
         rows = [row for row in range(1, len(begins)) if part.start <= begins[row] < part.end]
-        yield Records(
+        yield InputRecords(
             texts=texts_of([fields.text(dict(zip(cells[0], cells[row]))) for row in rows]),
             starts=np.array(rows, np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),

@@ -48,7 +48,7 @@ _MAX_SOURCES = 1000  # per shard: its manifest lists them
 _NUM_LENGTH_BINS = 64 << (LENGTH_BITS - 1)  # for the lengths in TextCounts
 
 
-class Piece(NamedTuple):
+class TarPiece(NamedTuple):
     """Consecutive bytes of the tar, with the idx records and digests of the samples that end in them.
 
     The samples are all for training, or all for validation.
@@ -66,7 +66,7 @@ class Batch(NamedTuple):
     documents: Documents
     tokens: TokenBatch
     digests: Digests  # DIGEST[documents], or empty if digests are not kept
-    piece: Piece | None  # members, with offsets from 0; None for rows, which are packed in order
+    piece: TarPiece | None  # members, with offsets from 0; None for rows, which are packed in order
 
 
 class DocumentMembers:
@@ -82,7 +82,7 @@ class DocumentMembers:
         self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> Piece:
+    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> TarPiece:
         """Return the members of a batch, with offsets from 0. Runs in a thread.
 
         Raises BadInput if a member is too large for the idx.
@@ -129,9 +129,9 @@ class DocumentMembers:
         records["num_tokens"] = lengths
         records["input_number"] = documents.input_number
         records["input_offset"] = documents.offsets
-        return Piece(buffer.data, records, digests)
+        return TarPiece(buffer.data, records, digests)
 
-    def pieces(self, batch: Batch) -> Iterator[Piece]:
+    def pieces(self, batch: Batch) -> Iterator[TarPiece]:
         """Yield pieces of the tar in order, with the idx records of the samples that they complete."""
         piece = batch.piece
         assert piece is not None  # it is from ``lay_out``
@@ -143,11 +143,11 @@ class DocumentMembers:
         # The piece for training has all bytes, so the tar has the order of the input. The one for validation
         # has only records and digests, which come last in their files.
         is_validation = are_for_validation(piece.digests, fraction)
-        yield Piece(piece.data, piece.records[~is_validation], piece.digests[~is_validation])
+        yield TarPiece(piece.data, piece.records[~is_validation], piece.digests[~is_validation])
         if is_validation.any():
-            yield Piece(b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True)
+            yield TarPiece(b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True)
 
-    def rest(self) -> Iterator[Piece]:
+    def rest(self) -> Iterator[TarPiece]:
         """Yield the pieces left at the end of the shard: none, as each batch is complete."""
         return iter(())
 
@@ -420,7 +420,7 @@ class RowMembers:
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> None:
         """Do nothing: rows are packed in order."""
 
-    def pieces(self, batch: Batch) -> Iterator[Piece]:
+    def pieces(self, batch: Batch) -> Iterator[TarPiece]:
         """Yield the members that a batch fills.
 
         Documents for validation are held until they fill a member. So the order of members depends on the
@@ -447,7 +447,7 @@ class RowMembers:
         here = is_training & (first <= numbers)
         yield from map(self._member, self._packers[0].append(tokens.only(here), starts[here]))
 
-    def _release(self) -> Iterator[Piece]:
+    def _release(self) -> Iterator[TarPiece]:
         """Pack the documents that are held for validation, and yield the members that they fill."""
         held, self._held, self._num_held_tokens = self._held, [], 0
         if held:
@@ -455,14 +455,14 @@ class RowMembers:
             for group in self._packers[1].append(tokens, np.concatenate(starts)):
                 yield self._member(group, is_validation=True)
 
-    def rest(self) -> Iterator[Piece]:
+    def rest(self) -> Iterator[TarPiece]:
         yield from map(self._member, self._packers[0].finish())
         if self._spec.validation_fraction:
             yield from self._release()
             for group in self._packers[1].finish():
                 yield self._member(group, is_validation=True)
 
-    def _member(self, group: RowGroup, *, is_validation: bool = False) -> Piece:
+    def _member(self, group: RowGroup, *, is_validation: bool = False) -> TarPiece:
         """Return the bytes of one member, with the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             names.DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
@@ -502,7 +502,7 @@ class RowMembers:
         records["num_starts"] = np.diff(begins, append=len(group.starts))
         if names.LOSS_MASK_FIELD in payloads:
             records["mask_offset"] = payloads[names.LOSS_MASK_FIELD] + numbers * seq_len
-        return Piece(data, records, group.starts["digest"], is_validation)
+        return TarPiece(data, records, group.starts["digest"], is_validation)
 
 
 # Counts. ------------------------------------------------------------------------------------------------
@@ -688,7 +688,7 @@ class ShardWriter:
         self._num_samples = 0
         self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
         self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, if they are kept
-        self._validation: list[Piece] = []  # their records and digests come after all others
+        self._validation: list[TarPiece] = []  # their records and digests come after all others
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> ShardWriter:
@@ -744,7 +744,7 @@ class ShardWriter:
             self._side_files["ids"].write(b"".join(lines))
         self._write(self._members.pieces(batch))
 
-    def _write(self, pieces: Iterable[Piece]) -> None:
+    def _write(self, pieces: Iterable[TarPiece]) -> None:
         for piece in pieces:
             self._tar.write(piece.data)
             if piece.is_validation:
@@ -752,7 +752,7 @@ class ShardWriter:
             else:
                 self._write_records(piece)
 
-    def _write_records(self, piece: Piece) -> None:
+    def _write_records(self, piece: TarPiece) -> None:
         """Write the idx records and digests of a piece."""
         raw = piece.records.tobytes()
         self._idx.write(raw)

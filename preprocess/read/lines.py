@@ -56,7 +56,7 @@ _BOM = b"\xef\xbb\xbf"
 # Compressed files. -------------------------------------------------------------------------------------
 
 # Pieces of a file's text, each of at most MOST_DOCUMENT_BYTES, with the number of file bytes read for it.
-Pieces = Iterator[tuple[bytes, int]]
+TextBlocks = Iterator[tuple[bytes, int]]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def decompressed(
     span: tuple[int, int],
     piece_bytes: int,
     zstd_long: int,
-) -> Pieces:
+) -> TextBlocks:
     """Decompress the bytes ``span`` of a file, which are whole members or frames.
 
     Yields pieces of about ``piece_bytes``, at most twice as many. Raises BadInput, with file and byte, if a
@@ -278,7 +278,7 @@ class LineFormat:
         frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
         return documents.starts_among(frames, file, stretches)
 
-    def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> Pieces:
+    def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> TextBlocks:
         """Yield the text of a part, through the end of its last line, which may be after the part.
 
         A line that begins exactly at the end belongs to this part, as the next part skips its first line.
@@ -303,7 +303,7 @@ class LineFormat:
                 return  # without a line end in the part, no line begins in it
 
     def records_of(
-        self, part: ByteRange, pieces: Pieces, fields: TextFields, batch_bytes: int, skipped: int = 0
+        self, part: ByteRange, pieces: TextBlocks, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[InputRecords]:
         """Yield the records of a part, given its text without the first ``skipped`` bytes."""
         start = skipped + (part.start if self.compression is None else part.text_start)
@@ -330,7 +330,7 @@ class LineFormat:
                 num_bytes = 0
 
     def blocks(
-        self, pieces: Pieces, start: int, is_inside: bool
+        self, pieces: TextBlocks, start: int, is_inside: bool
     ) -> Iterator[tuple[int, int, bytes | None, int]]:
         """Cut pieces of text into blocks of whole lines.
 
@@ -367,7 +367,7 @@ class LineFormat:
             whole = b"".join(begun) if num_begun <= MOST_DOCUMENT_BYTES else None
             yield start, num_begun, whole, num_bytes
 
-    def whole_line_ends(self, pieces: Pieces) -> Pieces:
+    def whole_line_ends(self, pieces: TextBlocks) -> TextBlocks:
         r"""Yield the same text, with no ``\r\n`` divided between two pieces."""
         kept = b""
         for data, num_bytes in pieces:

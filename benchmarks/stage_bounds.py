@@ -24,7 +24,7 @@ from preprocess.make.engines import TokenBatch
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import json_ids
 from preprocess.make.worker import Worker
-from preprocess.read.documents import DocumentReader, Documents
+from preprocess.read.documents import DocumentBatch, DocumentReader
 from shardprep.files import WRITE_BYTES
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import need_plan
@@ -58,7 +58,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return found
 
 
-def _batches(worker: Worker) -> list[Documents]:
+def _batches(worker: Worker) -> list[DocumentBatch]:
     """Return the batches of the worker."""
     return [
         documents

@@ -43,7 +43,7 @@ from preprocess.make.engines import TokenBatch, decode, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.read.documents import DocumentReader, Documents, Numbers, Texts
+from preprocess.read.documents import DocumentBatch, DocumentReader, Numbers, Texts
 from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
@@ -94,7 +94,9 @@ RULES = {
 }
 
 
-def _unblanked(plan: Plan, folder: DataFolder, shard_id: int, reader: DocumentReader) -> Iterator[Documents]:
+def _unblanked(
+    plan: Plan, folder: DataFolder, shard_id: int, reader: DocumentReader
+) -> Iterator[DocumentBatch]:
     """Read the documents of a shard that are not blanked. Raises the errors of reading the input."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
@@ -293,7 +295,7 @@ class _Search:
                     found[document, int(self._eval_of[eval_place])].add(eval_place - place)
         return found
 
-    def hits_of(self, documents: Documents) -> Iterator[dict[str, Any]]:
+    def hits_of(self, documents: DocumentBatch) -> Iterator[dict[str, Any]]:
         """Yield the hits of a batch, as in overlap.jsonl: pairs of documents that share an n-gram.
 
         A shared run may have ``num_gaps`` units that differ after its first n-gram, and ends with an equal

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.documents import BETWEEN, Documents, Numbers, Texts
+from preprocess.read.documents import BETWEEN, DocumentBatch, Numbers, Texts
 from shardprep.errors import BadInput, ShardprepError
 from shardprep.files import read_regular
 from shardprep.foreign_tokenizer import FREE_BYTES, ForeignTokenizer, check_bounded_cost, split_tokenizer
@@ -109,7 +109,7 @@ class Engine:
         return self.encode_with(texts, self.adds_special_tokens)
 
     def encode_documents(
-        self, documents: Documents, *, end_id: int | None = None, mask_rule: MaskRule = ""
+        self, documents: DocumentBatch, *, end_id: int | None = None, mask_rule: MaskRule = ""
     ) -> TokenBatch:
         """Encode a batch, and end each document with ``end_id``.
 

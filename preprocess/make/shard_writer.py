@@ -26,7 +26,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
-from preprocess.read.documents import BadDocument, Documents, Numbers, Texts
+from preprocess.read.documents import BadDocument, DocumentBatch, Numbers, Texts
 from shardprep import files
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer
 from shardprep.format import manifest as manifests
@@ -60,10 +60,10 @@ class TarPiece(NamedTuple):
     is_validation: bool = False
 
 
-class Batch(NamedTuple):
+class EncodedBatch(NamedTuple):
     """Encoded documents, and their members of the tar if these depend on this batch alone."""
 
-    documents: Documents
+    documents: DocumentBatch
     tokens: TokenBatch
     digests: Digests  # DIGEST[documents], or empty if digests are not kept
     piece: TarPiece | None  # members, with offsets from 0; None for rows, which are packed in order
@@ -82,7 +82,7 @@ class DocumentMembers:
         self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> TarPiece:
+    def lay_out(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> TarPiece:
         """Return the members of a batch, with offsets from 0. Runs in a thread.
 
         Raises BadInput if a member is too large for the idx.
@@ -131,7 +131,7 @@ class DocumentMembers:
         records["input_offset"] = documents.offsets
         return TarPiece(buffer.data, records, digests)
 
-    def pieces(self, batch: Batch) -> Iterator[TarPiece]:
+    def pieces(self, batch: EncodedBatch) -> Iterator[TarPiece]:
         """Yield pieces of the tar in order, with the idx records of the samples that they complete."""
         piece = batch.piece
         assert piece is not None  # it is from ``lay_out``
@@ -145,7 +145,9 @@ class DocumentMembers:
         is_validation = are_for_validation(piece.digests, fraction)
         yield TarPiece(piece.data, piece.records[~is_validation], piece.digests[~is_validation])
         if is_validation.any():
-            yield TarPiece(b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True)
+            yield TarPiece(
+                b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True
+            )
 
     def rest(self) -> Iterator[TarPiece]:
         """Yield the pieces left at the end of the shard: none, as each batch is complete."""
@@ -417,10 +419,10 @@ class RowMembers:
     def num_split(self) -> int:
         return sum(packer.num_split for packer in self._packers)
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests) -> None:
+    def lay_out(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> None:
         """Do nothing: rows are packed in order."""
 
-    def pieces(self, batch: Batch) -> Iterator[TarPiece]:
+    def pieces(self, batch: EncodedBatch) -> Iterator[TarPiece]:
         """Yield the members that a batch fills.
 
         Documents for validation are held until they fill a member. So the order of members depends on the
@@ -558,7 +560,7 @@ class Counting:
         """Return the reasons why documents were left out."""
         return {bad.reason for bad in self.bad}
 
-    def add(self, documents: Documents, num_tokens: Numbers) -> None:
+    def add(self, documents: DocumentBatch, num_tokens: Numbers) -> None:
         """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
         file_source = names.source_of_path(documents.input_path)
         self.num_documents += len(documents.lines)
@@ -721,16 +723,18 @@ class ShardWriter:
             self._folder.make_subfolder(subfolder)
         return self._files.enter_context(self._folder.new_file(name))
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
+    def lay_out(
+        self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests | None = None
+    ) -> EncodedBatch:
         """Lay out the members of a batch if they depend on it alone. Runs in a thread.
 
         ``digests`` default to those of the documents, if digests are kept. Raises BadInput, OtherTokenizer.
         """
         if digests is None:
             digests = documents.digests() if self._options.digests else _NO_DIGESTS
-        return Batch(documents, tokens, digests, self._members.lay_out(documents, tokens, digests))
+        return EncodedBatch(documents, tokens, digests, self._members.lay_out(documents, tokens, digests))
 
-    def append(self, batch: Batch) -> None:
+    def append(self, batch: EncodedBatch) -> None:
         """Add documents, in the order of the input."""
         self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
         if "ids" in self._side_files:

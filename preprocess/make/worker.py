@@ -28,8 +28,8 @@ import shardprep
 from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.shard_writer import Batch, ShardWriter, finished_manifest
-from preprocess.read.documents import BATCH_BYTES, DocumentReader, Documents, Texts, advice_about
+from preprocess.make.shard_writer import EncodedBatch, ShardWriter, finished_manifest
+from preprocess.read.documents import BATCH_BYTES, DocumentBatch, DocumentReader, Texts, advice_about
 from shardprep.console import Progress, counted, guard_streams, quoted, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names
@@ -211,8 +211,8 @@ class Worker:
             )
 
     def _encode_and_lay_out(
-        self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: Documents
-    ) -> Batch:
+        self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: DocumentBatch
+    ) -> EncodedBatch:
         """Encode a batch and lay out its members. Runs in a thread: depends on no other batch."""
         plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
         tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
@@ -296,15 +296,15 @@ def load_engine(plan: Plan, folder: DataFolder, wanted: EngineName, warn: Callab
 
 
 def _in_order(
-    encode: Callable[[Documents], Batch], batches: Iterator[Documents], num_encoders: int
-) -> Generator[Batch, None, None]:
+    encode: Callable[[DocumentBatch], EncodedBatch], batches: Iterator[DocumentBatch], num_encoders: int
+) -> Generator[EncodedBatch, None, None]:
     """Call ``encode`` on each batch in threads, and yield the results in order.
 
     Another thread reads the next batch: file reads and decompression release the interpreter's lock. At most
     ``num_encoders`` + 2 batches are submitted and not yet yielded, which bounds the memory.
     """
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_encoders) as encoders:
-        pending: deque[Future[Batch]] = deque()
+        pending: deque[Future[EncodedBatch]] = deque()
         next_batch = reader.submit(next, batches, None)
         while (documents := next_batch.result()) is not None:
             next_batch = reader.submit(next, batches, None)

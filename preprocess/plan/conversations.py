@@ -17,7 +17,7 @@ import numpy as np
 from preprocess.make.engines import NO_LOSS, TokenBatch
 from preprocess.read import chat
 from preprocess.read.answers import REASONING_KEYS, len_of_common_beginning, strings_in
-from preprocess.read.documents import Documents
+from preprocess.read.documents import DocumentBatch
 from preprocess.read.messages import parsed_conversation
 from preprocess.read.rendering import ChatTemplate, Rendered, check_variables
 from preprocess.read.text_fields import UnusableText
@@ -189,7 +189,7 @@ class ConversationSample:
         self._shown: tuple[int, list[str]] = (-1, [])  # how many kinds of parts it has, and its lines
         self._unseen_tools: Counter[str] = Counter()
 
-    def see(self, documents: Documents, tokens: TokenBatch) -> None:
+    def see(self, documents: DocumentBatch, tokens: TokenBatch) -> None:
         """Look at a batch and its ids, which have NO_LOSS where nothing is learnt."""
         is_learnt = tokens.ids < NO_LOSS
         self._num_conversations += len(np.unique(documents.lines))

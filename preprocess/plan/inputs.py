@@ -36,7 +36,7 @@ from preprocess.plan.table_versions import (
     tables_around,
 )
 from preprocess.read import documents
-from preprocess.read.documents import Documents, OpenInput, Start
+from preprocess.read.documents import DocumentBatch, OpenInput, Start
 from preprocess.read.lines import COMPRESSIONS, decompressed
 from preprocess.read.transform import Transform
 from shardprep.console import counted, with_progress
@@ -466,7 +466,7 @@ def sample_documents(
     num_places: int,
     max_files: int = sys.maxsize,
     transform: Transform | None = None,
-) -> Iterator[Documents]:
+) -> Iterator[DocumentBatch]:
     """Yield about ``num_bytes`` of text, the same amount from each place; the next place makes up for less.
 
     Smaller inputs are read whole, unless there are more than ``max_files``. A file that can only be read

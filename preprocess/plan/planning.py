@@ -33,7 +33,7 @@ from preprocess.plan.conversations import ConversationSample, fitted_template, t
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
-from preprocess.read.documents import Documents, RangeReader, Texts, advice_about, read_records
+from preprocess.read.documents import DocumentBatch, RangeReader, Texts, advice_about, read_records
 from preprocess.read.text_fields import RecordFields, from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors, files
@@ -360,7 +360,7 @@ def _beginning(text: bytes) -> bytes:
     return text[:_MOST_COMPARED_TEXT_BYTES].decode(errors="ignore").encode()
 
 
-def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
+def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[DocumentBatch]:
     """Yield the documents of about ``num_bytes`` of a plan's input, from evenly spread places."""
     # Few files are opened, as each is a round trip on a network file system.
     how: dict[str, Any] = {"num_places": _NUM_PLACES, "max_files": 2 * _NUM_PLACES, "transform": transform}
@@ -375,7 +375,7 @@ class Lookup:
         self._is_matched = np.zeros(len(listed.keys), np.bool_)
         self._some_id = ""  # of a document, to compare with the names
 
-    def see(self, documents: Documents) -> None:
+    def see(self, documents: DocumentBatch) -> None:
         ids = documents.columns.get("id")
         path, offsets = documents.input_path, documents.offsets
         positions = self._listed.of_documents(path, offsets, ids, documents.digests)

@@ -370,7 +370,7 @@ def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Documents:
+class DocumentBatch:
     """A batch: consecutive documents of one input. Empty lines are counted, but are not documents."""
 
     input_number: int  # position of the file in the plan
@@ -386,21 +386,21 @@ class Documents:
     num_bytes: int  # bytes of the file that were read for the batch
     bad: list[BadDocument] = field(default_factory=list)
 
-    def only(self, numbers: Numbers, texts: Texts | None = None) -> Documents:
+    def only(self, numbers: Numbers, texts: Texts | None = None) -> DocumentBatch:
         """Return some of the documents, with the given texts or their own. The counts do not change."""
         picked = numbers.tolist()
         columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
         texts, lines, offsets = texts or self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
         return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
-    def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> Documents:
+    def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> DocumentBatch:
         """Return the documents of the lines [first_line, end_line), as a batch of ``num_bytes``."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
         some, num_lines = self.only(np.arange(first, end)), end_line - first_line
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
-    def parts(self, most: int) -> Iterator[Documents]:
+    def parts(self, most: int) -> Iterator[DocumentBatch]:
         """Cut the batch into batches of at most ``most`` documents. The last one counts all its bytes."""
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]
@@ -413,7 +413,9 @@ class Documents:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)
 
-    def with_texts(self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None) -> Documents:
+    def with_texts(
+        self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None
+    ) -> DocumentBatch:
         """Replace the texts. A document with an empty text is dropped; one with an UnusableText is bad.
 
         ``sizes``: bytes of each document in the input (default: of its text before).
@@ -459,7 +461,7 @@ class DocumentReader:
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 
-    def of_shard(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[Documents]:
+    def of_shard(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[DocumentBatch]:
         """Yield the documents of a shard. Raises as ``of_ranges``, and Refused if its input changed."""
         digest = None if shard.sha256 is None else hashlib.sha256()
         yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
@@ -476,7 +478,7 @@ class DocumentReader:
         batch_bytes: int = BATCH_BYTES,
         digest: hashlib._Hash | None = None,
         max_documents: int | None = None,
-    ) -> Generator[Documents, None, None]:
+    ) -> Generator[DocumentBatch, None, None]:
         """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
         All bytes of the ranges are added to ``digest``, in order. Reading ends after ``max_documents``.
@@ -522,7 +524,7 @@ class DocumentReader:
 
 def read_records(
     ranges: list[ByteRange], fields: TextFields, batch_bytes: int, digest: hashlib._Hash | None = None
-) -> Iterator[Documents]:
+) -> Iterator[DocumentBatch]:
     """Yield the documents with the texts that ``fields`` give, before any function or chat template."""
     line = 0  # number in the shard
     for part in ranges:
@@ -532,7 +534,7 @@ def read_records(
             # Usually each line has a text, so no document is dropped or bad.
             if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
                 texts = Texts(cast(list[bytes], list(texts)))
-            documents = Documents(
+            documents = DocumentBatch(
                 input_number=part.input_number,
                 input_path=part.planned.path if part.planned else part.path.name,
                 texts=texts if isinstance(texts, Texts) else Texts([]),
@@ -552,7 +554,7 @@ def read_records(
             reader.file.check_unchanged()
 
 
-def _render(documents: Documents, template: ChatTemplate) -> Documents:
+def _render(documents: DocumentBatch, template: ChatTemplate) -> DocumentBatch:
     """Render conversations, whose texts so far are their JSON. Some may become several documents."""
     from preprocess.read.chat import TooCostly, render_conversations
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read import documents, text_fields
-from preprocess.read.documents import Inspected, OpenInput, RangeReader, InputRecords, Start, Stretches, Texts
+from preprocess.read.documents import InputRecords, Inspected, OpenInput, RangeReader, Start, Stretches, Texts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText, too_long
 from shardprep.command_line import needs
 from shardprep.console import quoted
@@ -55,7 +55,7 @@ _BOM = b"\xef\xbb\xbf"
 
 # Compressed files. -------------------------------------------------------------------------------------
 
-# Pieces of a file's text, each of at most MOST_DOCUMENT_BYTES, with the number of file bytes read for it.
+# Blocks of a file's text, each of at most MOST_DOCUMENT_BYTES, with the number of file bytes read for it.
 TextBlocks = Iterator[tuple[bytes, int]]
 
 

@@ -36,11 +36,11 @@ import pyarrow.types as types
 
 from preprocess.read import documents, text_fields
 from preprocess.read.documents import (
+    InputRecords,
     Inspected,
     Numbers,
     OpenInput,
     RangeReader,
-    InputRecords,
     Start,
     Stretches,
 )
@@ -653,7 +653,9 @@ def _records(
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
         rows, others = first_row + first + np.arange(num), fields.columns(values)
         found = documents.texts_of(texts)
-        yield InputRecords(texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others)
+        yield InputRecords(
+            texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others
+        )
         first, num_bytes = first + max(1, num), 0
 
 

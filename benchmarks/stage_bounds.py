@@ -63,7 +63,7 @@ def _batches(worker: Worker) -> list[DocumentBatch]:
     return [
         documents
         for shard_id in range(worker.plan.num_shards)
-        for documents in DocumentReader(worker.plan.options).of_shard(worker.plan.shard(shard_id))
+        for documents in DocumentReader(worker.plan.options).read_shard(worker.plan.shard(shard_id))
     ]
 
 

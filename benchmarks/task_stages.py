@@ -47,7 +47,7 @@ def stages_of(data: Path) -> dict[str, float]:
     worker = Worker(plan, DataFolder(data), WorkerSettings(), num_cpus=1, warn=print)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
     with ShardWriter(DataFolder(data), plan.spec, plan.options, 0) as writer:
-        batches = DocumentReader(plan.options).of_shard(shard)
+        batches = DocumentReader(plan.options).read_shard(shard)
         while True:
             times = [time.process_time()]
             if (documents := next(batches, None)) is None:

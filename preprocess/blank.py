@@ -75,7 +75,7 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         pass  # it raises for a shard that is not done
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     is_found = np.zeros(len(names.keys), np.bool_)
-    reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
+    reader = DocumentReader.open(folder, plan.options, settings.transform)
     blanked_in: dict[int, BlankedDocuments] = {}  # by shard
     moved = plan.at(settings.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):
@@ -148,7 +148,7 @@ def _places_in_shard(
             is_found[matches[matches >= 0]] = True
     # Read the input only if it may have a document that is named by its text or its place.
     if names.may_be_in(folder, shard, manifest.digests):
-        for batch in reader.of_shard(shard):
+        for batch in reader.read_shard(shard):
             ids_of_batch = batch.columns.get("id")
             matches = names.of_documents(batch.input_path, batch.offsets, ids_of_batch, batch.digests)
             is_found[matches[matches >= 0]] = True

@@ -101,7 +101,7 @@ def _unblanked(
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
         blanked = read_blanked(folder, plan.plan_id, shard_id)
-    for documents in reader.of_shard(plan.shard(shard_id)):
+    for documents in reader.read_shard(plan.shard(shard_id)):
         if blanked is not None:
             is_gone = blanked.are_at(documents.input_number, documents.offsets)
             documents = documents.only(np.flatnonzero(~is_gone))
@@ -146,7 +146,7 @@ def overlap(args: argparse.Namespace) -> int:
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
-    reader = DocumentReader.of_plan(folder, plan.options, where.transform)
+    reader = DocumentReader.open(folder, plan.options, where.transform)
     options = {name: vars(args)[name] for name in _READ_OPTIONS if name in args}
     evals = _read_evaluation(args.against, options, given)
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
@@ -202,7 +202,7 @@ def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) ->
         where = given.of(folder, plan)
         given.check_all_used()
         plan = plan.at(where.input_dir)
-        reader = DocumentReader.of_plan(folder, plan.options, where.transform)
+        reader = DocumentReader.open(folder, plan.options, where.transform)
         shards = (_unblanked(plan, folder, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
@@ -212,7 +212,7 @@ def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) ->
             root, paths = path, find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(root, paths, read_options)]
         ranges = ranges_between(root, inputs, Cut(0, 0), Cut(len(inputs), 0))
-        batches = itertools.chain(DocumentReader(read_options).of_ranges(list(ranges)))
+        batches = itertools.chain(DocumentReader(read_options).read_ranges(list(ranges)))
     evals, bad = list[tuple[str, bytes]](), Counter[str]()
     for documents in batches:
         bad.update(one.reason for one in documents.bad)
@@ -485,7 +485,7 @@ def duplicates(args: argparse.Namespace) -> int:
             lists[folder] = opened.enter_context(files.PublishedFile(path))
             where = given.of(folder, plan)
             inputs[folder] = where
-            reader = DocumentReader.of_plan(folder, plan.options, where.transform)
+            reader = DocumentReader.open(folder, plan.options, where.transform)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
                     expected = "those of plan --digests; plan again with it, into a new folder"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import platform
@@ -81,13 +82,14 @@ def make_shard(
 def input_line(plan: Plan, shard: PlannedShard) -> str:
     """Return a log line with the input files of a shard, and the byte range of each one that is not whole."""
     inputs = []
-    for part in shard.ranges:
-        item, byte_range = plan.inputs[part.input_number], ""
-        if (part.start, part.end) != (0, item.num_bytes):
+    for byte_range in shard.ranges:
+        item = plan.inputs[byte_range.input_number]
+        line = item.path
+        if (byte_range.start, byte_range.end) != (0, item.num_bytes):
             # "file bytes": here the offsets of documents are rows, or bytes of the decompressed text.
-            unit = "bytes" if part.kind.is_in_bytes else "file bytes"
-            byte_range = f" {unit} {part.start} to {part.end}"
-        inputs.append(item.path + byte_range)
+            unit = "bytes" if byte_range.kind.is_in_bytes else "file bytes"
+            line += f" {unit} {byte_range.start} to {byte_range.end}"
+        inputs.append(line)
     if len(inputs) > _MAX_NAMED_INPUTS:
         inputs = [*inputs[: _MAX_NAMED_INPUTS - 1], "...", f"{inputs[-1]} ({len(inputs)} files)"]
     amount = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(inputs)}"
@@ -131,7 +133,7 @@ class Worker:
     ) -> None:
         """Load the plan's tokenizer. Raises OtherTokenizer if it changed."""
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
-        self._reader = DocumentReader.of_plan(folder, plan.options, settings.transform)
+        self._reader = DocumentReader.open(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
 
@@ -179,7 +181,7 @@ class Worker:
         transform_began_s = transform.cpu_s if transform else 0.0
         batches = self._reader.of_shard(shard, self._batch_bytes)
         if (most := self.settings.max_batch_documents) is not None:
-            batches = (part for batch in batches for part in batch.parts(most))
+            batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
         writer = ShardWriter(folder, plan.spec, options, shard.shard_id)
         blanked = None
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):

@@ -496,10 +496,10 @@ def sample_documents(
             continue
         # The files are not compared with their stamps: workers do that.
         ranges = ranges_between(input_dir, inputs, place, following)
-        parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
-        some = list(itertools.islice(parts, files_each))
+        unchecked = (dataclasses.replace(each, planned=None) for each in ranges if each.start < each.end)
+        some = list(itertools.islice(unchecked, files_each))
         batch_bytes = max(1, min(documents.BATCH_BYTES, bytes_each))
-        found = documents.DocumentReader(options, transform).of_ranges(some, batch_bytes)
+        found = documents.DocumentReader(options, transform).read_ranges(some, batch_bytes)
         with contextlib.closing(found):
             for batch in found:
                 yield batch

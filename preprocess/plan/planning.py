@@ -215,8 +215,8 @@ def make_plan(
 
 def _sha256_of_input(shard: PlannedShard) -> str:
     digest = hashlib.sha256()
-    for part in shard.ranges:
-        reader = RangeReader(part, digest)
+    for byte_range in shard.ranges:
+        reader = RangeReader(byte_range, digest)
         reader.hash_rest()
         reader.file.check_unchanged()
     return digest.hexdigest()
@@ -518,8 +518,8 @@ def _mapping(plan: Plan, keys: list[str]) -> str:
 def _sampled_records(plan: Plan) -> list[Any]:
     """Return records from the beginning of the first input."""
     item = next(item for item in plan.inputs if item.num_bytes)
-    part = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
-    documents = next(read_records([part], RecordFields(plan.options), _SAMPLE_BYTES // _NUM_PLACES), None)
+    byte_range = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
+    documents = next(read_records([byte_range], RecordFields(plan.options), _SAMPLE_BYTES // _NUM_PLACES), None)
     return list(documents.columns.get("record", ())) if documents else []
 
 

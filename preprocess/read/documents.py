@@ -173,13 +173,13 @@ class RangeReader:
     if size or mtime differ. To notice other changes, too, plan with ``--hash_inputs``.
     """
 
-    def __init__(self, part: ByteRange, digest: hashlib._Hash | None) -> None:
-        self.part = part
+    def __init__(self, byte_range: ByteRange, digest: hashlib._Hash | None) -> None:
+        self.byte_range = byte_range
         self._digest = digest
-        self._hashed_end = part.start  # all bytes of the range before this one are hashed
-        planned = part.planned
+        self._hashed_end = byte_range.start  # all bytes of the range before this one are hashed
+        planned = byte_range.planned
         try:
-            self.file = OpenInput(part.path)
+            self.file = OpenInput(byte_range.path)
         except NotFound as error:
             if planned is not None:
                 error.advise("if the raw folder moved, pass --input_dir")
@@ -192,7 +192,7 @@ class RangeReader:
         if (size, found) != (planned.num_bytes, planned.sha256):
             sampled = f"{size} bytes with sample {found[:12]}"
             expected = f"{planned.num_bytes} with {planned.sha256[:12]} as planned"
-            raise Refused(path=part.path, found=sampled, expected=expected, advice=_RESTORE)
+            raise Refused(path=byte_range.path, found=sampled, expected=expected, advice=_RESTORE)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end). Raises ReadWriteError."""
@@ -204,8 +204,8 @@ class RangeReader:
 
     def hash_rest(self) -> None:
         """Read and hash the rest of the range, unless there is no digest."""
-        while self._digest is not None and self._hashed_end < self.part.end:
-            self.read(self._hashed_end, min(self._hashed_end + _HASHED_BYTES, self.part.end))
+        while self._digest is not None and self._hashed_end < self.byte_range.end:
+            self.read(self._hashed_end, min(self._hashed_end + _HASHED_BYTES, self.byte_range.end))
 
 
 def sample_sha256(file: OpenInput) -> str:
@@ -455,24 +455,24 @@ class DocumentReader:
             self._template = ChatTemplate.of_options(options)
 
     @staticmethod
-    def of_plan(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
+    def open(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
         transform = transform_of(folder, options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 
-    def of_shard(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[DocumentBatch]:
-        """Yield the documents of a shard. Raises as ``of_ranges``, and Refused if its input changed."""
+    def read_shard(self, shard: PlannedShard, batch_bytes: int = BATCH_BYTES) -> Iterator[DocumentBatch]:
+        """Yield the documents of a shard. Raises as ``read_ranges``, and Refused if its input changed."""
         digest = None if shard.sha256 is None else hashlib.sha256()
-        yield from self.of_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
+        yield from self.read_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
         if self.transform is not None:
             self.transform.files.check_unchanged()
         if digest is not None and digest.hexdigest() != shard.sha256:
-            names = ", ".join(str(part.path) for part in shard.ranges[:3])
+            names = ", ".join(str(byte_range.path) for byte_range in shard.ranges[:3])
             found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
             raise Refused(path=names, found=found, expected=str(shard.sha256)[:12], advice=_RESTORE)
 
-    def of_ranges(
+    def read_ranges(
         self,
         ranges: list[ByteRange],
         batch_bytes: int = BATCH_BYTES,
@@ -487,7 +487,7 @@ class DocumentReader:
         """
         transform, template, excluded = self.transform, self._template, self._excluded
         reasons: set[str] = set()  # of LeaveOut, so far
-        num_left, bytes_left = max_documents, sum(part.end - part.start for part in ranges)
+        num_left, bytes_left = max_documents, sum(byte_range.end - byte_range.start for byte_range in ranges)
         for documents in read_records(ranges, self._fields, batch_bytes, digest):
             if transform is not None:
                 columns = dict(documents.columns)
@@ -527,16 +527,16 @@ def read_records(
 ) -> Iterator[DocumentBatch]:
     """Yield the documents with the texts that ``fields`` give, before any function or chat template."""
     line = 0  # number in the shard
-    for part in ranges:
-        reader = RangeReader(part, digest)
-        for records in format_of_kind(part.kind).read(reader, fields, batch_bytes):
+    for byte_range in ranges:
+        reader = RangeReader(byte_range, digest)
+        for records in format_of_kind(byte_range.kind).read(reader, fields, batch_bytes):
             texts, num_lines = records.texts, len(records.starts)
             # Usually each line has a text, so no document is dropped or bad.
             if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
                 texts = Texts(cast(list[bytes], list(texts)))
             documents = DocumentBatch(
-                input_number=part.input_number,
-                input_path=part.planned.path if part.planned else part.path.name,
+                input_number=byte_range.input_number,
+                input_path=byte_range.planned.path if byte_range.planned else byte_range.path.name,
                 texts=texts if isinstance(texts, Texts) else Texts([]),
                 lines=np.arange(line, line + num_lines),
                 offsets=records.starts,
@@ -550,7 +550,7 @@ def read_records(
         reader.hash_rest()
         # If each byte was hashed as it was read, the hash shows every change, and a touch does no harm. But
         # tables, and some compressed files, are also read outside of the range.
-        if digest is None or not part.kind.is_in_bytes:
+        if digest is None or not byte_range.kind.is_in_bytes:
             reader.file.check_unchanged()
 
 

@@ -256,7 +256,7 @@ class LineFormat:
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         pieces = self.text_of_part(reader, fields.options, batch_bytes)
-        return self.records_of(reader.part, pieces, fields, batch_bytes)
+        return self.records_of(reader.byte_range, pieces, fields, batch_bytes)
 
     def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Estimate the text. Raises BadInput for another format, or if reading takes too much memory."""
@@ -283,17 +283,17 @@ class LineFormat:
 
         A line that begins exactly at the end belongs to this part, as the next part skips its first line.
         """
-        file, part, compression = reader.file, reader.part, self.compression
+        file, byte_range, compression = reader.file, reader.byte_range, self.compression
         if compression is None:
-            for start in range(part.start, part.end, piece_bytes):
-                end = min(start + piece_bytes, part.end)
+            for start in range(byte_range.start, byte_range.end, piece_bytes):
+                end = min(start + piece_bytes, byte_range.end)
                 yield reader.read(start, end), end - start
             return
-        has_line, span, rest = part.start == 0, (part.start, part.end), (part.end, file.stamp.num_bytes)
+        has_line, span, rest = byte_range.start == 0, (byte_range.start, byte_range.end), (byte_range.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
             has_line = has_line or self.first_end(piece[0]) > 0
             yield piece
-        if part.end == file.stamp.num_bytes:
+        if byte_range.end == file.stamp.num_bytes:
             return
         others = decompressed(file, compression, file.read_all, rest, _TAIL_BYTES, options.zstd_long)
         for data, _ in self.whole_line_ends(others):
@@ -303,11 +303,11 @@ class LineFormat:
                 return  # without a line end in the part, no line begins in it
 
     def records_of(
-        self, part: ByteRange, pieces: TextBlocks, fields: TextFields, batch_bytes: int, skipped: int = 0
+        self, byte_range: ByteRange, pieces: TextBlocks, fields: TextFields, batch_bytes: int, skipped: int = 0
     ) -> Iterator[InputRecords]:
         """Yield the records of a part, given its text without the first ``skipped`` bytes."""
-        start = skipped + (part.start if self.compression is None else part.text_start)
-        is_inside = self.compression is not None and part.start > 0
+        start = skipped + (byte_range.start if self.compression is None else byte_range.text_start)
+        is_inside = self.compression is not None and byte_range.start > 0
         # However short a line is, it may take 2 KiB in the tar: two members with a header each. So the number
         # of lines per batch is limited, too, to stay within a batch's share of memory (see resources.py).
         most_lines = max(1, batch_bytes // documents.SHORT_LINE_BYTES)
@@ -438,12 +438,12 @@ class TextLines(LineFormat):
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         options = fields.options
         pieces, num_bom_bytes = self.text_of_part(reader, options, batch_bytes), 0
-        if options.encoding == "utf-8-sig" and reader.part.start == 0:
+        if options.encoding == "utf-8-sig" and reader.byte_range.start == 0:
             first, num_read = next(pieces, (b"", 0))
             num_bom_bytes = len(_BOM) if first.startswith(_BOM) else 0
             pieces = itertools.chain([(first[num_bom_bytes:], num_read)], pieces)
         if options.doc == "line":
-            yield from self.records_of(reader.part, pieces, fields, batch_bytes, num_bom_bytes)
+            yield from self.records_of(reader.byte_range, pieces, fields, batch_bytes, num_bom_bytes)
             return
         buffer, size, num_bytes = bytearray(), 0, 0
         for data, num_read in pieces:

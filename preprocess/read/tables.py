@@ -160,19 +160,19 @@ class Parquet:
 
     def _decoded(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         """Yield the records of a part as they are decoded, perhaps few at a time."""
-        file, part = reader.file, reader.part
+        file, byte_range = reader.file, reader.byte_range
         table, stream, fields = self._open(file, fields)
-        counted_end = part.start  # end of the bytes that the records so far count
+        counted_end = byte_range.start  # end of the bytes that the records so far count
         with refused_by_name(file, "Parquet", stream):
             dictionaries = _Dictionaries(stream, table.metadata, fields)
             groups, first_row = _row_groups(table.metadata), 0
-            ends = [*(start for start, _ in groups[1:]), part.end]
+            ends = [*(start for start, _ in groups[1:]), byte_range.end]
             for (start, numbers), end in zip(groups, ends, strict=False):
                 expected = sum(table.metadata.row_group(number).num_rows for number in numbers)
-                if start < part.start:
+                if start < byte_range.start:
                     first_row += expected
                     continue
-                if start >= part.end:
+                if start >= byte_range.end:
                     break
                 num_rows = 0
                 for batch in table.iter_batches(
@@ -183,14 +183,14 @@ class Parquet:
                 ):
                     num_rows += batch.num_rows
                     # Each row counts an equal share of the group's bytes.
-                    up_to = start + (min(end, part.end) - start) * num_rows // max(1, expected)
+                    up_to = start + (min(end, byte_range.end) - start) * num_rows // max(1, expected)
                     yield from _records(batch, up_to - counted_end, first_row, fields, batch_bytes)
                     counted_end = up_to
                     first_row += batch.num_rows
                 if num_rows != expected:
                     raise ValueError(f"row group {numbers[0]} has {num_rows} rows, not {expected}")
-        if counted_end < part.end:  # row groups without rows, or no row group
-            yield InputRecords(num_bytes=part.end - counted_end)
+        if counted_end < byte_range.end:  # row groups without rows, or no row group
+            yield InputRecords(num_bytes=byte_range.end - counted_end)
 
     def _open(self, file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
         """Open a table. Returns a pyarrow ParquetFile, its stream, and the fields in it. Raises BadInput."""
@@ -383,15 +383,15 @@ class Arrow:
         return documents.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
-        file, part = reader.file, reader.part
+        file, byte_range = reader.file, reader.byte_range
         reader.hash_rest()
-        first_row, counted_end, is_large = 0, part.start, False
+        first_row, counted_end, is_large = 0, byte_range.start, False
         # For each stream its schema, its dictionaries and the part's record batches.
         streams: list[list[_Message]] = []
-        for message in itertools.takewhile(lambda each: each.start < part.end, _messages_of(file)):
+        for message in itertools.takewhile(lambda each: each.start < byte_range.end, _messages_of(file)):
             if message.kind == _SCHEMA:
                 streams.append([])
-            if message.kind == _BATCH and message.start < part.start:
+            if message.kind == _BATCH and message.start < byte_range.start:
                 first_row += message.num_rows
             else:
                 streams[-1].append(message)
@@ -414,8 +414,8 @@ class Arrow:
                             memory.madvise(mmap.MADV_DONTNEED)
                     counted_end = message.end
                     first_row += batch.num_rows
-        if counted_end < part.end:  # the end marker, and a footer
-            yield InputRecords(num_bytes=part.end - counted_end)
+        if counted_end < byte_range.end:  # the end marker, and a footer
+            yield InputRecords(num_bytes=byte_range.end - counted_end)
 
     def _open(
         self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None

@@ -138,10 +138,10 @@ class DocumentNames:
                 return True
             if (self.find(read_digests(folder, shard.shard_id, stamp)) >= 0).any():
                 return True
-        for part in shard.ranges:
-            path = part.planned.path if part.planned else part.path.name
+        for byte_range in shard.ranges:
+            path = byte_range.planned.path if byte_range.planned else byte_range.path.name
             # Offsets in rows or in decompressed text say nothing about the part of the file.
-            bounds = (part.start, part.end) if part.kind.is_in_bytes else (0, 2**63 - 1)
+            bounds = (byte_range.start, byte_range.end) if byte_range.kind.is_in_bytes else (0, 2**63 - 1)
             first, end = np.searchsorted(self.keys, keys_of_places(path, np.array(bounds)))
             if first < end:
                 return True

@@ -454,7 +454,7 @@ class Plan(_Decisions):
         return PlannedShard(
             shard_id=shard_id,
             ranges=ranges,
-            num_bytes=sum(part.end - part.start for part in ranges),
+            num_bytes=sum(byte_range.end - byte_range.start for byte_range in ranges),
             max_documents=share + (shard_id < rest) if self.options.limit else None,
             sha256=begin.sha256 or None,
         )

@@ -278,18 +278,18 @@ class Csv:
         ]
 
     def read(self, reader, fields, batch_bytes):
-        part, size = reader.part, reader.file.stamp.num_bytes
+        byte_range, size = reader.byte_range, reader.file.stamp.num_bytes
         reader.hash_rest()
         data = reader.file.read_all(0, size)
         begins = begins_of(data)
         ends = [*begins[1:], size]
         cells = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
-        rows = [row for row in range(1, len(begins)) if part.start <= begins[row] < part.end]
+        rows = [row for row in range(1, len(begins)) if byte_range.start <= begins[row] < byte_range.end]
         yield InputRecords(
             texts=texts_of([fields.text(dict(zip(cells[0], cells[row]))) for row in rows]),
             starts=np.array(rows, np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
-            num_bytes=part.end - part.start,
+            num_bytes=byte_range.end - byte_range.start,
         )
 '''
 # (file, text, replacement)

@@ -279,25 +279,29 @@ def export(args: argparse.Namespace) -> int:
     data = DataFolder(args.data_dir)
     plan = need_plan(data)
     eos = _checked_eos(args, plan)
-    parts: list[slice] = []  # the exported samples of each shard, and their tokens
+    rows_of_shard: list[slice] = []  # the exported samples of each shard, and their tokens
     num_tokens: list[int] = []
     for manifest in done_manifests(data, plan.plan_id, range(plan.num_shards)):
         counts, held = manifest.counts, manifest.counts.held_out
         num_train = counts.num_samples - held.num_samples
-        part, num_part, num_documents = slice(None), counts.num_tokens, counts.num_documents
         if args.split == "validation":
-            part, num_part, num_documents = slice(num_train, None), held.num_tokens, held.num_documents
+            rows = slice(num_train, None)
+            of_rows, num_documents = held.num_tokens, held.num_documents
         elif args.split == "train":
-            part = slice(num_train)
-            num_part, num_documents = num_part - held.num_tokens, num_documents - held.num_documents
-        parts.append(part)
-        num_tokens.append(num_part if eos is None else num_part + num_documents)
+            rows = slice(num_train)
+            of_rows = counts.num_tokens - held.num_tokens
+            num_documents = counts.num_documents - held.num_documents
+        else:
+            rows = slice(None)
+            of_rows, num_documents = counts.num_tokens, counts.num_documents
+        rows_of_shard.append(rows)
+        num_tokens.append(of_rows if eos is None else of_rows + num_documents)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, num_tokens)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
     for shard_id in with_progress("exporting", todo):
-        with ShardSamples(data, plan.spec, shard_id, parts[shard_id]) as samples:
+        with ShardSamples(data, plan.spec, shard_id, rows_of_shard[shard_id]) as samples:
             try:
                 if layout.has_documents and plan.spec.has_rows and plan.options.pack == "best_fit":
                     whole = WholeDocuments(samples)

@@ -172,7 +172,9 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
         num_bytes = plan.inputs[place[0]].num_bytes
         if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
-    inputs_of = {number: [byte_range.input_number for byte_range in plan.shard(number).ranges] for number in made}
+    inputs_of = {
+        number: [byte_range.input_number for byte_range in plan.shard(number).ranges] for number in made
+    }
     shards = [number for number in made if place[0] in inputs_of[number]]
     for shard_id in shards:  # the document may have been left out
         entry = _left_out_at(folder, shard_id, name, place[1])

@@ -179,7 +179,7 @@ class Worker:
         began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
-        batches = self._reader.of_shard(shard, self._batch_bytes)
+        batches = self._reader.read_shard(shard, self._batch_bytes)
         if (most := self.settings.max_batch_documents) is not None:
             batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
         writer = ShardWriter(folder, plan.spec, options, shard.shard_id)

@@ -519,7 +519,9 @@ def _sampled_records(plan: Plan) -> list[Any]:
     """Return records from the beginning of the first input."""
     item = next(item for item in plan.inputs if item.num_bytes)
     byte_range = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
-    documents = next(read_records([byte_range], RecordFields(plan.options), _SAMPLE_BYTES // _NUM_PLACES), None)
+    documents = next(
+        read_records([byte_range], RecordFields(plan.options), _SAMPLE_BYTES // _NUM_PLACES), None
+    )
     return list(documents.columns.get("record", ())) if documents else []
 
 

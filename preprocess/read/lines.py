@@ -289,7 +289,11 @@ class LineFormat:
                 end = min(start + piece_bytes, byte_range.end)
                 yield reader.read(start, end), end - start
             return
-        has_line, span, rest = byte_range.start == 0, (byte_range.start, byte_range.end), (byte_range.end, file.stamp.num_bytes)
+        has_line, span, rest = (
+            byte_range.start == 0,
+            (byte_range.start, byte_range.end),
+            (byte_range.end, file.stamp.num_bytes),
+        )
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
             has_line = has_line or self.first_end(piece[0]) > 0
             yield piece
@@ -303,7 +307,12 @@ class LineFormat:
                 return  # without a line end in the part, no line begins in it
 
     def records_of(
-        self, byte_range: ByteRange, pieces: TextBlocks, fields: TextFields, batch_bytes: int, skipped: int = 0
+        self,
+        byte_range: ByteRange,
+        pieces: TextBlocks,
+        fields: TextFields,
+        batch_bytes: int,
+        skipped: int = 0,
     ) -> Iterator[InputRecords]:
         """Yield the records of a part, given its text without the first ``skipped`` bytes."""
         start = skipped + (byte_range.start if self.compression is None else byte_range.text_start)

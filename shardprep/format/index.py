@@ -238,15 +238,15 @@ def samples_containing(records: IdxRecords, place: tuple[int, int], num_train: i
 
 
 class ShardSamples:
-    """A shard, or a part of its samples, open for reading within ``with``."""
+    """A shard, or some rows of its idx, open for reading within ``with``."""
 
     def __init__(
-        self, folder: DataFolder, spec: DatasetSpec, shard_id: int, part: slice = slice(None)
+        self, folder: DataFolder, spec: DatasetSpec, shard_id: int, rows: slice = slice(None)
     ) -> None:
         self.spec = spec
         self.shard_id = shard_id
         records = read_idx(folder, spec, shard_id)
-        self.records = records[part]  # one of IDX_DTYPES per sample
+        self.records = records[rows]  # one of IDX_DTYPES per sample
         self.folder = folder
         name = names.tar_name(shard_id)
         self.path = folder.path_of(name)
@@ -323,8 +323,8 @@ class ShardSamples:
     def _ids_of(self, records: IdxRecords) -> Iterator[npt.NDArray[np.integer]]:
         steps = np.diff(records["offset"].astype(np.int64))  # negative where samples for validation begin
         try:
-            for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
-                yield from ids_of(self.spec, part, self._read)
+            for ascending in np.split(records, np.flatnonzero(steps <= 0) + 1):
+                yield from ids_of(self.spec, ascending, self._read)
         except (ValueError, OverflowError) as error:
             found = f"token ids that cannot be read ({error})"
             raise errors.BrokenShard(path=self.path, found=found, remedy=self._remedy()) from None

@@ -285,16 +285,16 @@ def export(args: argparse.Namespace) -> int:
         counts, held = manifest.counts, manifest.counts.held_out
         num_train = counts.num_samples - held.num_samples
         if args.split == "validation":
-            rows = slice(num_train, None)
+            selected = slice(num_train, None)
             of_rows, num_documents = held.num_tokens, held.num_documents
         elif args.split == "train":
-            rows = slice(num_train)
+            selected = slice(num_train)
             of_rows = counts.num_tokens - held.num_tokens
             num_documents = counts.num_documents - held.num_documents
         else:
-            rows = slice(None)
+            selected = slice(None)
             of_rows, num_documents = counts.num_tokens, counts.num_documents
-        rows_of_shard.append(rows)
+        rows_of_shard.append(selected)
         num_tokens.append(of_rows if eos is None else of_rows + num_documents)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, num_tokens)
     side = {"split": args.split} if args.split else {}

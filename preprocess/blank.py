@@ -75,7 +75,7 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         pass  # it raises for a shard that is not done
     names = documents.read_names(ids_file, id_field=plan.options.id_field)
     is_found = np.zeros(len(names.keys), np.bool_)
-    reader = DocumentReader.open(folder, plan.options, settings.transform)
+    reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
     blanked_in: dict[int, BlankedDocuments] = {}  # by shard
     moved = plan.at(settings.input_dir)
     for number in with_progress("looking for documents", range(plan.num_shards)):

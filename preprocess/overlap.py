@@ -146,7 +146,7 @@ def overlap(args: argparse.Namespace) -> int:
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
     if rule.ngram < 2:
         raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
-    reader = DocumentReader.open(folder, plan.options, where.transform)
+    reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
     options = {name: vars(args)[name] for name in _READ_OPTIONS if name in args}
     evals = _read_evaluation(args.against, options, given)
     depends_on = repr((plan.plan_id, plan.options.blanked, rule, evals)).encode()
@@ -202,7 +202,7 @@ def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) ->
         where = given.of(folder, plan)
         given.check_all_used()
         plan = plan.at(where.input_dir)
-        reader = DocumentReader.open(folder, plan.options, where.transform)
+        reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
         shards = (_unblanked(plan, folder, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
@@ -485,7 +485,7 @@ def duplicates(args: argparse.Namespace) -> int:
             lists[folder] = opened.enter_context(files.PublishedFile(path))
             where = given.of(folder, plan)
             inputs[folder] = where
-            reader = DocumentReader.open(folder, plan.options, where.transform)
+            reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
                     expected = "those of plan --digests; plan again with it, into a new folder"

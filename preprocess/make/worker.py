@@ -133,7 +133,7 @@ class Worker:
     ) -> None:
         """Load the plan's tokenizer. Raises OtherTokenizer if it changed."""
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
-        self._reader = DocumentReader.open(folder, plan.options, settings.transform)
+        self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
 

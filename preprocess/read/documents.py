@@ -455,7 +455,9 @@ class DocumentReader:
             self._template = ChatTemplate.of_options(options)
 
     @staticmethod
-    def open(folder: DataFolder, options: PlanOptions, transform_file: Path | None) -> DocumentReader:
+    def open_for_plan(
+        folder: DataFolder, options: PlanOptions, transform_file: Path | None
+    ) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
         transform = transform_of(folder, options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None

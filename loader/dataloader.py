@@ -1,7 +1,4 @@
-"""``get_llama3_dataloader`` builds the parts of a loader one after another.
-
-Each part checks its own arguments.
-"""
+"""``get_llama3_dataloader``, which builds the parts of a loader one after another."""
 
 from __future__ import annotations
 
@@ -11,37 +8,31 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 
 from loader.batch.batches import Collate, StepBatches, Targets, padded_batches
 from loader.batch.boundaries import Boundary, boundary_names
-from loader.order.checks import whole_number
+from loader.options import LoaderOptions, Padding
+from loader.order.mixture import Run
 from loader.order.planned import Sizes, Weights, WeightsIn, choose_sizes, make_run
 from loader.ranks import find_process_rank
-from loader.read.finding import InputShards, find_sources, is_named_validation
-from loader.read.samples import facts_of, make_samples
+from loader.read.finding import InputShards, find_sources
+from loader.read.samples import Samples, facts_of, make_samples
 from loader.read.shards import ShardSet, SplitName
-from loader.read.tokenizer import choose_tokenizer
+from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 from shardprep.meanings import ARGUMENTS
 
 logger = logging.getLogger(__name__)
-
-
-Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_MINIMUM = {"num_workers": 0, "rank": 0, "seed": -(1 << 63)}  # others: 1
-_CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
-_PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
 
-def _with_checks(make: _Function) -> _Function:
-    """Decorate a function to check its arguments. numpy's integers become int, since states are JSON."""
-    signature = inspect.signature(make)
-    known = signature.parameters
+def _refuses_unknown_names(make: _Function) -> _Function:
+    """Decorate a function to raise a TypeError that names the argument which was perhaps meant."""
+    known = inspect.signature(make).parameters
 
     @wraps(make)
     def call(*args: Any, **options: Any) -> Any:
@@ -52,36 +43,12 @@ def _with_checks(make: _Function) -> _Function:
                 hint = f"{ARGUMENTS[name]}."
             message = f"get_llama3_dataloader has no argument {name!r}: {hint}"
             raise TypeError(f"{message} It has {', '.join(known)}")
-        bound = signature.bind(*args, **options)
-        for name, value in bound.arguments.items():
-            bound.arguments[name] = _checked(name, value, known[name].annotation)
-        return make(*bound.args, **bound.kwargs)
+        return make(*args, **options)
 
     return cast(_Function, call)
 
 
-def _checked(name: str, value: Any, annotation: str) -> Any:
-    """Return an argument as its declared type. Raises UsageError for a value of another type."""
-    kind = annotation.removesuffix(" | None")
-    if value is None and kind != annotation:
-        return None
-    if kind == "int":
-        return whole_number(name, value, least=_MINIMUM.get(name, 1))
-    choices = (True, False) if kind == "bool" else get_args(_CHOICES.get(kind))
-    if choices:
-        is_valid, expected = value in choices, " or ".join(map(repr, choices))
-    elif name in _PATHS:
-        is_valid, expected = isinstance(value, (str, os.PathLike)), _PATHS[name]
-    elif name == "collate_fn":
-        is_valid, expected = callable(value), "a function of a list of samples"
-    else:
-        return value  # checked where it is used
-    if not is_valid:
-        raise UsageError.of_value(name, value, expected)
-    return bool(value) if kind == "bool" else value
-
-
-@_with_checks
+@_refuses_unknown_names
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
     batch_size: int,
@@ -196,123 +163,136 @@ def get_llama3_dataloader(
         ShardprepError: UsageError for a wrong value; NotFound, MissingShard, BrokenShard or UnknownVersion
             for the data; OtherTokenizer for ``model_id``; ReadWriteError or CannotWrite for the disk.
     """
-    is_validation = split == "validation"
-    process_rank = find_process_rank(rank, world_size)
-    fields = boundary_names(boundaries)
-    shifts = targets == "shifted"
-    if shifts and "transformers" in fields:
-        found = "targets='shifted' with boundaries='transformers', whose models shift labels themselves"
-        expected = "other boundaries than 'transformers', or targets='same'"
-        raise UsageError(found=found, expected=expected)
-    if shifts and collate_fn is not None:
-        raise UsageError("targets='shifted' does not work with a collate_fn; leave out one of the two")
-    if shifts:  # input_ids and labels are one token shorter than the samples
-        seq_len = None if seq_len is None else seq_len + 1
-        max_length = None if max_length is None else max_length + 1
+    return make_loader(LoaderOptions(**locals()))
+
+
+def make_loader(options: LoaderOptions) -> TokenLoader:
+    """Do the work of ``get_llama3_dataloader``."""
+    process_rank = find_process_rank(options.rank, options.world_size)
+    boundaries = boundary_names(options.boundaries)
+    options.refuse_unshiftable(boundaries)
     tick_samples, group, sizes = choose_sizes(
-        global_batch_size, group_by_length, batch_size=batch_size, world_size=process_rank.world_size
+        options.global_batch_size,
+        options.group_by_length,
+        batch_size=options.batch_size,
+        world_size=process_rank.world_size,
     )
-    if is_validation and len(sizes) > 1:
-        raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
-    _check_mixing(input_shards, weights, is_validation=is_validation)
-    if padding == "max_length" and max_length is None:
-        raise UsageError(found=f"padding={padding!r}", expected="max_length=, the length to pad to")
-    shards_by_source = find_sources(
-        input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
-        cache_dir=cache_dir,
-        count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
-        split=split,
-    )
-    parts = [part for each in shards_by_source.values() for part in each.parts]
-    shards = ShardSet(parts, split, is_for_validation=True)  # checked above
-    tokenizer = choose_tokenizer(shards, model_id)
+    if options.is_validation and len(sizes) > 1:
+        found = f"global_batch_size={options.global_batch_size}"
+        raise UsageError(found=found, expected="one size for validation")
+    options.refuse_wrong_sources()
+    options.refuse_no_width()
+    by_source = _shards_by_source(options, group)
+    parts = [part for source_shards in by_source.values() for part in source_shards.parts]
+    shards = ShardSet(parts, options.split, is_for_validation=True)  # find_sources has checked it
+    tokenizer = choose_tokenizer(shards, options.model_id)
+    needs_starts = bool(boundaries) or options.origins
     samples = {
-        name: make_samples(
-            source_shards,
-            seq_len=seq_len,
-            max_length=max_length,
-            group=group,
-            eos_token_id=tokenizer.eos_token_id,
-            vocab_size=tokenizer.vocab_size if source_shards.has_external else None,
-            starts=bool(fields) or origins,
-            keeps_tail=is_validation,
-            origins=origins,
-        )
-        for name, source_shards in shards_by_source.items()
+        name: _samples_of(source_shards, options, group, tokenizer, needs_starts=needs_starts)
+        for name, source_shards in by_source.items()
     }
-    counts_tokens = weights is not None and weights_in == "tokens"
-    facts = {name: facts_of(each, counts_tokens=counts_tokens) for name, each in samples.items()}
+    facts = {name: facts_of(each, counts_tokens=options.counts_tokens) for name, each in samples.items()}
     run = make_run(
         facts,
         sizes,
-        weights,
+        options.weights,
         tick_samples=tick_samples,
-        batches_per_tick=tick_samples // (batch_size * process_rank.world_size),
+        batches_per_tick=tick_samples // (options.batch_size * process_rank.world_size),
         group=group,
-        seed=seed,
-        shuffle=shuffle and not is_validation,
-        keeps_tail=is_validation,
+        seed=options.seed,
+        shuffle=options.shuffle and not options.is_validation,
+        keeps_tail=options.is_validation,
         settings={
             "tokenizer": tokenizer.fingerprint,
-            "seq_len": shards.row_tokens or seq_len or 0,
-            "max_length": max_length or 0,
+            "seq_len": shards.row_tokens or options.row_tokens or 0,
+            "max_length": options.most_tokens or 0,
             "split": shards.split,
         },
     )
-    if prefetch_factor is not None and not num_workers:
-        found = f"prefetch_factor={prefetch_factor}, but no workers that could read ahead"
-        raise UsageError(found=found, expected="num_workers of at least 1", remedy="num_workers")
-    if num_workers > (num_slots := run.order.num_slots // process_rank.world_size):
-        problem = f"num_workers={num_workers}, but only {num_slots} can share a rank's part of a global batch"
-        logger.warning(f"{problem}, so {num_slots} are started. A larger global_batch_size can use more")
-        num_workers = num_slots
+    num_workers = _usable_workers(options, run, process_rank.world_size)
     padded = padded_batches(
-        collate_fn,
+        options.collate_fn,
         tokenizer,
-        pad_to_multiple_of=pad_to_multiple_of,
-        pad_to_length=max_length if padding == "max_length" else None,
-        num_cut_columns=int(shifts),
+        pad_to_multiple_of=options.pad_to_multiple_of,
+        pad_to_length=options.most_tokens if options.padding == "max_length" else None,
+        num_cut_columns=options.num_cut,
         has_masks=shards.has_masks,
         has_blanks=shards.blank_id is not None,
     )
     if padded.pad.token:
         tokenizer.pads_with = padded.pad.token
     step_batches = StepBatches(
-        batch_size=batch_size,
+        batch_size=options.batch_size,
         padded=padded,
-        collate_fn=collate_fn,
-        boundaries=fields,
-        shifts_targets=shifts,
-        origins=origins,
+        collate_fn=options.collate_fn,
+        boundaries=boundaries,
+        shifts_targets=options.targets == "shifted",
+        origins=options.origins,
     )
+    pin_memory = options.pin_memory
+    if pin_memory is None:
+        pin_memory = torch.cuda.is_available()
     loader = TokenLoader(
         run,
         samples=samples,
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=process_rank,
-        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-        amend=amend,
+        pin_memory=pin_memory,
+        amend=options.amend,
         num_workers=num_workers,
-        prefetch_factor=(prefetch_factor or 2) if num_workers else None,
-        persistent_workers=persistent_workers and num_workers > 0,
+        prefetch_factor=(options.prefetch_factor or 2) if num_workers else None,
+        persistent_workers=options.persistent_workers and num_workers > 0,
     )
     if process_rank.rank == 0:
         logger.info(loader.describe())
-        has_eos = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
-        if not has_eos and seq_len is None and not is_validation and tokenizer.eos_token_id is not None:
-            problem = "documents end without EOS, so a model fine-tuned on them never learns to stop"
-            logger.warning(f"{problem}; pass seq_len=, or plan the data with --append_eos")
+        _warn_of_no_eos(shards, options, tokenizer)
     return loader
 
 
-def _check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
-    """Raise UsageError unless named sources have weights, and a source without a name has none."""
-    if not isinstance(input_shards, Mapping):
-        if weights is not None:
-            remedy = 'input_shards={"web": ..., "code": ...}'
-            raise UsageError(found="weights without named sources", expected=remedy, remedy=remedy)
-    elif is_validation and not (is_named_validation(input_shards) and weights is None):
-        raise UsageError(found='split="validation" with named sources', expected="one loader for each source")
-    elif weights is None and not is_validation:
-        raise UsageError(found="named sources without weights", expected="weights= with a weight for each")
+def _shards_by_source(options: LoaderOptions, group: int) -> dict[str, ShardSet]:
+    """Find the shards of each source. One without a name is ``"all"``."""
+    sources: Any = options.input_shards
+    if not isinstance(sources, Mapping):
+        sources = {"all": sources}
+    needs_lengths = options.seq_len is not None or group > 1 or options.counts_tokens
+    return find_sources(sources, cache_dir=options.cache_dir, count_tokens=needs_lengths, split=options.split)
+
+
+def _samples_of(
+    shards: ShardSet, options: LoaderOptions, group: int, tokenizer: LoaderTokenizer, *, needs_starts: bool
+) -> Samples:
+    return make_samples(
+        shards,
+        seq_len=options.row_tokens,
+        max_length=options.most_tokens,
+        group=group,
+        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=tokenizer.vocab_size if shards.has_external else None,
+        starts=needs_starts,
+        keeps_tail=options.is_validation,
+        origins=options.origins,
+    )
+
+
+def _usable_workers(options: LoaderOptions, run: Run, world_size: int) -> int:
+    """Return how many workers to start: at most one per slot of the rank."""
+    num_workers = options.num_workers
+    if options.prefetch_factor is not None and not num_workers:
+        found = f"prefetch_factor={options.prefetch_factor}, but no workers that could read ahead"
+        raise UsageError(found=found, expected="num_workers of at least 1", remedy="num_workers")
+    num_slots = run.order.num_slots // world_size
+    if num_workers <= num_slots:
+        return num_workers
+    problem = f"num_workers={num_workers}, but only {num_slots} can share a rank's part of a global batch"
+    logger.warning(f"{problem}, so {num_slots} are started. A larger global_batch_size can use more")
+    return num_slots
+
+
+def _warn_of_no_eos(shards: ShardSet, options: LoaderOptions, tokenizer: LoaderTokenizer) -> None:
+    """Log a warning for documents without EOS that are not packed."""
+    if options.seq_len is not None or options.is_validation or tokenizer.eos_token_id is None:
+        return
+    if not all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets):
+        problem = "documents end without EOS, so a model fine-tuned on them never learns to stop"
+        logger.warning(f"{problem}; pass seq_len=, or plan the data with --append_eos")

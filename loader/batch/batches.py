@@ -147,18 +147,34 @@ def keep_an_attended_place(attention_mask: torch.Tensor) -> None:
     attention_mask[~attention_mask.bool().any(dim=1), 0] = 1
 
 
-def padded_batches(collate_fn: Collate | None, tokenizer: Any, **options: Any) -> PaddedBatches:
-    """Return the PaddedBatches for a collate_fn, or for None. ``options``: fields of PaddedBatches."""
+def padded_batches(
+    collate_fn: Collate | None,
+    tokenizer: Any,
+    *,
+    pad_to_multiple_of: int | None,
+    pad_to_length: int | None,
+    num_cut_columns: int,
+    has_masks: bool,
+    has_blanks: bool,
+) -> PaddedBatches:
+    """Return the PaddedBatches for a collate_fn, or for None."""
     batches = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
     if isinstance(batches, PaddedBatches):
-        return replace(batches, has_masks=options["has_masks"], has_blanks=options["has_blanks"])
+        return replace(batches, has_masks=has_masks, has_blanks=has_blanks)
     # Samples for a collate_fn lose their padding again, so any id will do, unless it replaces blanks.
-    if collate_fn is not None and not options["has_blanks"]:
-        return PaddedBatches(pad=PadToken(token="", token_id=0, reason="of a collate_fn"), **options)
-    pad = choose_pad_token(tokenizer)
+    pad = PadToken(token="", token_id=0, reason="of a collate_fn")
+    if collate_fn is None or has_blanks:
+        pad = choose_pad_token(tokenizer)
     if collate_fn is None:
         log_pad_token(pad, tokenizer.eos_token_id)
-    return PaddedBatches(pad=pad, **options)
+    return PaddedBatches(
+        pad=pad,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_to_length=pad_to_length,
+        num_cut_columns=num_cut_columns,
+        has_masks=has_masks,
+        has_blanks=has_blanks,
+    )
 
 
 @dataclass(kw_only=True)

@@ -71,13 +71,14 @@ def make_run(
     weights: Weights | None,
     *,
     tick_samples: int,
+    batches_per_tick: int,
     group: int,
     seed: int,
     shuffle: bool,
     keeps_tail: bool,
-    **others: Any,
+    settings: Mapping[str, Any],
 ) -> Run:
-    """Return the run that the arguments describe. ``others``: fields of Run. Raises UsageError."""
+    """Return the run that the arguments describe. ``settings``: as of Run. Raises UsageError."""
     is_mixture = weights is not None
     sources = []
     for number, (name, known) in enumerate(facts.items()):
@@ -103,7 +104,14 @@ def make_run(
         size, shares = size_at.get(step, size), shares_at.get(step, shares)
         begins_round = step in shares_at
         stages.append(Stage(step=step, global_batch_size=size, weights=shares, begins_round=begins_round))
-    return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
+    return Run(
+        sources=tuple(sources),
+        stages=tuple(stages),
+        batches_per_tick=batches_per_tick,
+        seed=seed,
+        is_mixture=is_mixture,
+        settings=settings,
+    )
 
 
 def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -285,11 +284,12 @@ def make_samples(
     max_length: int | None,
     group: int,
     eos_token_id: int | None,
-    keeps_tail: bool,
+    vocab_size: int | None,
     starts: bool,
-    **others: Any,
+    keeps_tail: bool,
+    origins: bool,
 ) -> Samples:
-    """Choose the kind of samples, if the arguments suit the shards. ``others``: fields of Samples."""
+    """Choose the kind of samples, if the arguments suit the shards."""
     padded_by = "group_by_length" if group > 1 else ""  # an argument for padded documents only
     if max_length is not None:
         padded_by = f"max_length={max_length}"
@@ -305,11 +305,20 @@ def make_samples(
         if given:
             expected = f"no such argument for packed rows of {row_tokens} tokens; plan others with --seq_len"
             raise UsageError(found=given, expected=expected, remedy="--seq_len")
-        return PackedRows(shards=shards, row_tokens=row_tokens, starts=starts, **others)
+        return PackedRows(
+            shards=shards, row_tokens=row_tokens, vocab_size=vocab_size, starts=starts, origins=origins
+        )
     if seq_len is None:
-        return Samples(shards=shards, max_length=max_length, **others)
-    others |= {"starts": starts, "eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
-    return JoinedRows(shards=shards, row_tokens=seq_len, **others)
+        return Samples(shards=shards, vocab_size=vocab_size, origins=origins, max_length=max_length)
+    return JoinedRows(
+        shards=shards,
+        row_tokens=seq_len,
+        vocab_size=vocab_size,
+        starts=starts,
+        origins=origins,
+        eos_token_id=eos_token_id,
+        keeps_tail=keeps_tail,
+    )
 
 
 def facts_of(samples: Samples, *, counts_tokens: bool) -> SourceFacts:

@@ -29,6 +29,7 @@ _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 class Batch(dict[str, torch.Tensor]):
     """A dict of the tensors of a batch, used like a BatchEncoding. The loader's arguments select the fields.
 
+    The table ``FIELDS`` of loader/batch/fields.py has all fields, with their shapes.
     ``input_ids``, ``labels`` (-100: not trained on) and ``attention_mask`` (0 in padding) are int64[batch,
     seq]. So are ``position_ids`` and ``segment_ids``; ``boundary_fields`` explains these and ``cu_seqlens``.
     ``origins`` is int64[documents, 6], with columns row, place, source, shard, sample, document.

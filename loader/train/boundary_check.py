@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from loader.batch.boundaries import document_numbers
+from loader.batch.fields import inputs_of
 from loader.train.document_masks import masks_of_transformers, unwrapped
 from shardprep.errors import Refused, UsageError
 
@@ -74,7 +75,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     if noise is None:
         parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
         noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE
-    fields = {name: value for name, value in batch.items() if name not in ("labels", "origins")}
+    fields = inputs_of(batch)
     if "input_ids" not in fields:
         raise UsageError(found=f"a batch of {sorted(fields)}", expected="input_ids, by that name")
     ids = fields["input_ids"]

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from loader.batch.boundaries import HostNumber, document_numbers
+from loader.batch.fields import field_of, moves_by_token
 from loader.order.hashes import Int64s
 from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError
-
-_UNSPLIT_FIELDS = ("cu_seqlens", "max_seqlen")  # kernels need the edges of whole documents
 
 
 def split_for_context_parallel(
@@ -58,9 +57,9 @@ def split_for_context_parallel(
         raise UsageError(found=f"rank {rank} of {size}", expected="0 <= rank < size")
     if by not in ("row", "document"):
         raise UsageError.of_value("by", by, "'row' or 'document'")
-    fields = {name: value for name, value in batch.items() if name not in _UNSPLIT_FIELDS}
+    fields = {name: value for name, value in batch.items() if field_of(name).moves != "whole"}
     for name, value in fields.items():
-        if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
+        if not moves_by_token(name, value, ids.shape):
             expected = f"a tensor of {list(ids.shape)}; boundaries other than 'transformers'"
             raise UsageError(found=f"{name}, which cannot be split over ranks", expected=expected)
     if (labels := fields.get("labels")) is not None:
@@ -76,7 +75,7 @@ def split_for_context_parallel(
         expected = f"a seq_len, or a pad_to_multiple_of, that is a multiple of {num_parts}; or by='document'"
         raise UsageError(found=found, expected=expected)
     places = torch.from_numpy(_places_of_rank(np.array([width]), rank, size)[1])
-    whole = {name: batch[name] for name in _UNSPLIT_FIELDS if name in batch}
+    whole = {name: value for name, value in batch.items() if field_of(name).moves == "whole"}
     parts = {name: value.index_select(1, places.to(value.device)) for name, value in fields.items()}
     return {"place_ids": places, **whole, **parts}
 
@@ -106,8 +105,8 @@ def _split_documents(
     place_ids = part["place_ids"]
     for name, value in fields.items():
         if name not in part:
-            padding = IGNORED if name == "labels" else 0
-            part[name] = value.flatten()[place_ids.clamp_min(0)].masked_fill(place_ids < 0, padding)[None]
+            moved = value.flatten()[place_ids.clamp_min(0)]
+            part[name] = moved.masked_fill(place_ids < 0, field_of(name).padding)[None]
     return {**part, "max_seqlen": HostNumber(padded.max(initial=0))}
 
 

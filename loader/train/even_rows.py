@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from loader.batch.batches import Batch
 from loader.batch.boundaries import document_numbers
+from loader.batch.fields import moves_by_token
 from shardprep.errors import UsageError
 
 
@@ -32,7 +33,7 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     shape, names = batches[0]["input_ids"].shape, list(batches[0])
     for name in names:
         value = batches[0][name]
-        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, torch.int64):
+        if not moves_by_token(name, value, shape) or value.dtype != torch.int64:
             expected = f"an int64 tensor of {list(shape)}; of boundaries 'position_ids' or 'segment_ids'"
             raise UsageError(found=f"{name}, which cannot be exchanged by rows", expected=expected)
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from loader.batch.batches import Targets
+from loader.batch.fields import pop_records
 from loader.read.chunks import IGNORED
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
@@ -136,7 +137,7 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     try:
         with torch.no_grad():
             for batch in loader:
-                batch.pop("origins", None)
+                pop_records(batch)
                 losses.add(model(**batch.to(device)).loss, batch["labels"])
     finally:
         model.train(was_training)

@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from loader.batch.batches import Batch
+from loader.batch.fields import pop_records
 from loader.token_loader import TokenLoader
 from loader.train.boundary_check import why_unchecked
 from loader.train.losses import LossMean, SourceLosses
@@ -197,7 +198,8 @@ class LoaderMixin(_Trainer):
         """Compute the loss, and add it to the sums by source and, in evaluation, to the mean over labels."""
         loader, mean, by_source = self._losses
         self._refuse_shifted(loader)
-        origins, labels = inputs.pop("origins", None), inputs.get("labels")
+        origins = pop_records(inputs).get("origins")
+        labels = inputs.get("labels")
         with_outputs = return_outputs or origins is not None
         num_items = num_items_in_batch if mean is None else None
         options: Any = {"return_outputs": with_outputs, "num_items_in_batch": num_items}

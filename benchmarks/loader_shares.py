@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.order.mixture import CYCLE, ROUND, Position, Run, Source, Stage
+from loader.order.mixture import CYCLE_TICKS, ROUND_TICKS, Position, Run, Source, Stage
 from loader.order.order import Order, choose_windows
 from loader.read.reading import ShardReader
 
@@ -71,7 +71,7 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
     order = Order(
         num_samples=10**6, tick_samples=global_batch_size, block_samples=10, window_samples=100, seed=1
     )
-    share = round(weight * CYCLE) / CYCLE
+    share = round(weight * CYCLE_TICKS) / CYCLE_TICKS
     mixed = Run(
         sources=tuple(Source(name=name, data="", order=order) for name in ("one", "other")),
         stages=(
@@ -81,7 +81,7 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
         seed=1,
         is_mixture=True,
     )
-    firsts = range(0, 1000 * ROUND, ROUND)
+    firsts = range(0, 1000 * ROUND_TICKS, ROUND_TICKS)
     slots = range(global_batch_size)
     counts = np.concatenate([(mixed.pattern(mixed.round_at(n), slots) == 0).sum(0) for n in firsts])
     found = {}

@@ -7,7 +7,7 @@ global batch size from a step on. Everything else follows from the stages:
 * An epoch has R ticks: the sum of one epoch of each source that the run began with. It ends when the next
   step does not fit, and the remaining ticks are not used. Ticks are counted through all epochs, including
   unused ones. So with one source, tick t of the run is always tick t % R of the source's epoch t // R.
-* Weights are rounded to **shares**, the ticks of each source in a cycle of 65,536 ticks. The ticks of a
+* Weights are rounded to **shares**, the ticks of each source in 65,536 ticks. The ticks of a
   source are evenly spread, so the number of its ticks before tick t follows from t alone.
 * In a **round** of 64 ticks every slot takes equally many samples of a source, but in its own order. Rounds
   are counted from the tick at which the shares take effect, and the last round before other shares ends
@@ -35,8 +35,8 @@ from loader.order.hashes import Int64s, hash_array, hash_ints
 from loader.order.order import ORDER_VERSION, Order
 from shardprep.errors import UsageError
 
-ROUND = 64  # ticks
-CYCLE = 1 << 16  # ticks
+ROUND_TICKS = 64  # ticks
+CYCLE_TICKS = 1 << 16  # ticks
 _PATTERN, _SEED = 6, 7  # purposes of a hash, besides those in order.py
 _NEVER = 1 << 62  # the step and the tick at which the last stage ends
 
@@ -88,7 +88,7 @@ def _percents(share: float) -> str:
     return rounded
 
 
-class _Stretch(NamedTuple):
+class _EqualSteps(NamedTuple):
     """Steps of equal size: the rest of an epoch, or whole epochs from the beginning of one on."""
 
     step: int  # the first step
@@ -98,17 +98,17 @@ class _Stretch(NamedTuple):
     num_steps: int  # from that tick to the end of the epoch
 
 
-class _Mix(NamedTuple):
+class _EqualShares(NamedTuple):
     """Consecutive ticks with the same shares."""
 
     first: int
-    end: int  # _NEVER for the last mix
+    end: int  # _NEVER for the last ones
     shares: tuple[int, ...]  # of all sources
-    taken: Int64s  # ticks of each source before this mix
+    taken: Int64s  # ticks of each source before them
 
     def taken_before(self, tick: int) -> Int64s:
-        """Count the ticks of each source before a tick of this mix: int64[sources]."""
-        num_cycles, rest = divmod(tick - self.first, CYCLE)
+        """Count the ticks of each source before one of these ticks: int64[sources]."""
+        num_cycles, rest = divmod(tick - self.first, CYCLE_TICKS)
         in_cycle = np.bincount(spread(self.shares)[:rest], minlength=len(self.shares))
         return self.taken + num_cycles * np.array(self.shares, np.int64) + in_cycle
 
@@ -129,11 +129,11 @@ def source_seed(seed: int, number: int) -> int:
 
 @lru_cache(maxsize=16)
 def spread(shares: tuple[int, ...]) -> Int64s:
-    """Return the source of each tick of a cycle: int64[CYCLE]."""
-    # The n-th tick of a source is placed at (n + 1/2) / share of the cycle.
+    """Return the source of each tick of CYCLE_TICKS ticks: int64[CYCLE_TICKS]."""
+    # The n-th tick of a source is placed at (n + 1/2) / share of them.
     counts = np.array(shares, np.int64)
     source = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
+    number = np.arange(CYCLE_TICKS) - np.repeat(np.cumsum(counts) - counts, counts)
     return source[np.lexsort((source, (2 * number + 1) / counts[source]))]
 
 
@@ -194,8 +194,8 @@ class Run:
     # Steps and epochs.
 
     @cached_property
-    def _stretches(self) -> list[_Stretch]:
-        stretches = []
+    def _equal_steps(self) -> list[_EqualSteps]:
+        parts = []
         epoch = tick = 0
         ends = [*(stage.step for stage in self.stages[1:]), _NEVER]
         for stage, end in zip(self.stages, ends, strict=True):
@@ -205,44 +205,44 @@ class Run:
                 if not num_steps:  # the next step does not fit
                     epoch, tick = epoch + 1, 0
                     continue
-                stretches.append(_Stretch(step, epoch, tick, size, num_steps))
+                parts.append(_EqualSteps(step, epoch, tick, size, num_steps))
                 if tick == 0 and end == _NEVER:
                     break  # all epochs from here on have the same steps
-                # A stretch that starts at the beginning of an epoch covers all epochs of this stage. The next
+                # Steps that begin an epoch cover all epochs of this stage. The next
                 # stage begins after its last step, possibly in the middle of an epoch.
                 num_taken = min(num_steps, end - step) if tick else end - step
                 epoch += (num_taken - 1) // num_steps
                 tick += ((num_taken - 1) % num_steps + 1) * size
                 step += num_taken
-        return stretches
+        return parts
 
-    def _stretch(self, step: int) -> _Stretch:
-        last = self._stretches[-1]  # the usual case, in each training step
+    def _steps_at(self, step: int) -> _EqualSteps:
+        last = self._equal_steps[-1]  # the usual case, in each training step
         if step >= last.step:
             return last
-        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
+        return self._equal_steps[bisect_right(self._equal_steps, step, key=lambda each: each.step) - 1]
 
     def epoch_and_tick(self, position: Position) -> tuple[int, int]:
         """Return the epoch of a position, and the number of ticks of that epoch before it."""
-        stretch = self._stretch(position.step)
-        num_epochs, within = divmod(position.step - stretch.step, stretch.num_steps)
-        tick = stretch.tick + within * stretch.size + position.num_micro // self.batches_per_tick
-        return stretch.epoch + num_epochs, tick
+        equal = self._steps_at(position.step)
+        num_epochs, within = divmod(position.step - equal.step, equal.num_steps)
+        tick = equal.tick + within * equal.size + position.num_micro // self.batches_per_tick
+        return equal.epoch + num_epochs, tick
 
     def epoch_of(self, step: int) -> int:
         return self.epoch_and_tick(Position(step))[0]
 
     def ticks_in_step(self, step: int) -> int:
-        return self._stretch(step).size
+        return self._steps_at(step).size
 
     def batches_in_step(self, step: int) -> int:
         """Return the batches of a rank in a step."""
         return self.batches_per_tick * self.ticks_in_step(step)
 
     def first_step(self, epoch: int) -> int:
-        # An epoch begins with a stretch, or a whole number of epochs after a stretch that begins an epoch.
-        stretch = next(each for each in reversed(self._stretches) if not each.tick and each.epoch <= epoch)
-        return stretch.step + (epoch - stretch.epoch) * stretch.num_steps
+        # An epoch begins with equal steps, or a whole number of epochs after equal steps that begin an epoch.
+        equal = next(each for each in reversed(self._equal_steps) if not each.tick and each.epoch <= epoch)
+        return equal.step + (epoch - equal.epoch) * equal.num_steps
 
     def steps_in(self, epoch: int) -> int:
         return self.first_step(epoch + 1) - self.first_step(epoch)
@@ -265,40 +265,40 @@ class Run:
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in a cycle. Their rounding depends on the order of the sources."""
-        # Round cumulative sums, so that the shares add up to a whole cycle.
+        """Return the ticks of each source in CYCLE_TICKS. Their rounding depends on the order of the sources."""
+        # Round cumulative sums, so that the shares add up to CYCLE_TICKS.
         sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
-        return tuple(np.diff(np.rint(np.array(sums) * CYCLE).astype(np.int64)).tolist())
+        return tuple(np.diff(np.rint(np.array(sums) * CYCLE_TICKS).astype(np.int64)).tolist())
 
     @cached_property
-    def _mixes(self) -> list[_Mix]:
-        mixes: list[_Mix] = []
+    def _equal_shares(self) -> list[_EqualShares]:
+        parts: list[_EqualShares] = []
         for stage in (stage for stage in self.stages if stage.begins_round):
             first, taken = self.tick_of(Position(stage.step)), np.zeros(len(self.sources), np.int64)
-            if mixes:
-                taken = mixes[-1].taken_before(first)
-                mixes[-1] = mixes[-1]._replace(end=first)
-            mixes.append(_Mix(first, _NEVER, self.shares(stage.weights), taken))
-        return mixes
+            if parts:
+                taken = parts[-1].taken_before(first)
+                parts[-1] = parts[-1]._replace(end=first)
+            parts.append(_EqualShares(first, _NEVER, self.shares(stage.weights), taken))
+        return parts
 
-    def _mix_at(self, tick: int) -> _Mix:
-        return self._mixes[bisect_right(self._mixes, tick, key=lambda mix: mix.first) - 1]
+    def _shares_at(self, tick: int) -> _EqualShares:
+        return self._equal_shares[bisect_right(self._equal_shares, tick, key=lambda part: part.first) - 1]
 
     def round_at(self, tick: int) -> Round:
         """Return the round that contains a tick. It ends early where other shares begin."""
-        mix = self._mix_at(tick)
-        first = tick - (tick - mix.first) % ROUND
-        end = min(first + ROUND, mix.end)
-        within = (first - mix.first) % CYCLE  # a cycle is a multiple of a round
-        return Round(first, end, spread(mix.shares)[within : within + end - first], mix.taken_before(first))
+        part = self._shares_at(tick)
+        first = tick - (tick - part.first) % ROUND_TICKS
+        end = min(first + ROUND_TICKS, part.end)
+        within = (first - part.first) % CYCLE_TICKS  # CYCLE_TICKS is a multiple of ROUND_TICKS
+        return Round(first, end, spread(part.shares)[within : within + end - first], part.taken_before(first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
         """Return (source, its ticks before, end) if one source has all ticks from ``tick`` to ``end``."""
-        mix = self._mix_at(tick)
-        if CYCLE not in mix.shares:
+        part = self._shares_at(tick)
+        if CYCLE_TICKS not in part.shares:
             return None
-        source = mix.shares.index(CYCLE)
-        return source, int(mix.taken[source]) + tick - mix.first, mix.end
+        source = part.shares.index(CYCLE_TICKS)
+        return source, int(part.taken[source]) + tick - part.first, part.end
 
     def pattern(self, round_: Round, slots: range) -> Int64s:
         """Return the source of each slot at each tick of a round: int64[len(slots), ticks]."""
@@ -343,7 +343,7 @@ class Run:
         changes: list[Stage] = []
         for stage in self.stages:
             shares = zip(self.sources, self.shares(stage.weights), strict=True)
-            weights = {source.name: share / CYCLE for source, share in shares if share}
+            weights = {source.name: share / CYCLE_TICKS for source, share in shares if share}
             first, size = max(stage.step, step), stage.global_batch_size
             rounded = Stage(step=first, global_batch_size=size, weights=weights)
             if stage.step <= step:

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
 
 from loader.order.checks import check_batch, whole_number
-from loader.order.mixture import CYCLE, Run, Source, Stage, source_seed
+from loader.order.mixture import CYCLE_TICKS, Run, Source, Stage, source_seed
 from loader.order.order import Order, sizes_of_order
 from loader.order.state import MAX_EPOCH
 from shardprep.errors import UsageError
@@ -129,7 +129,7 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
         parts.append(exact / Fraction(mean))
     shares = {name: float(part / sum(parts)) for name, part in zip(means, parts, strict=True)}
     for name, share in shares.items():
-        if 0 < share < 1 / CYCLE:
+        if 0 < share < 1 / CYCLE_TICKS:
             found = f"a weight that gives {name} {share:.2g} of the samples"
-            raise UsageError(found=found, expected=f"at least one of {CYCLE} samples, or 0")
+            raise UsageError(found=found, expected=f"at least one of {CYCLE_TICKS} samples, or 0")
     return shares

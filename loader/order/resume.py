@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from loader.order.amendment import amended, last_amended, with_amended_mark
 from loader.order.checks import check_batch
-from loader.order.mixture import CYCLE, Position, Run, Source, Stage, source_seed
+from loader.order.mixture import CYCLE_TICKS, Position, Run, Source, Stage, source_seed
 from loader.order.order import sizes_of_order
 from loader.order.state import (
     ORDER_SIZES,
@@ -169,7 +169,9 @@ def _run_of(saved: SavedState, plan: Run, layout: Mapping[str, int]) -> Run:
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for step, global_batch_size, shares, is_amended in saved.stages:
             if shares is not None:
-                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
+                weights = {
+                    source.name: share / CYCLE_TICKS for source, share in zip(sources, shares, strict=False)
+                }
             stage = Stage(step=step, global_batch_size=global_batch_size, weights=weights)
             stages.append(replace(stage, begins_round=shares is not None, is_amended=is_amended))
         num_batches = size // (layout["batch_size"] * layout["world_size"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from loader.order.mixture import CYCLE, Position, Run
+from loader.order.mixture import CYCLE_TICKS, Position, Run
 from shardprep.errors import BrokenShard, Refused, UnknownVersion, UsageError
 from shardprep.format.names import as_type
 
@@ -47,7 +47,7 @@ class _SourceRow(NamedTuple):
 class _StageRow(NamedTuple):
     step: _Count
     global_batch_size: _Number
-    shares: list[_Count] | None  # ticks of each source in a cycle; None: unchanged
+    shares: list[_Count] | None  # ticks of each source in CYCLE_TICKS ticks; None: unchanged
     is_amended: bool
 
 
@@ -168,7 +168,7 @@ def read_state(state: Mapping[str, Any]) -> SavedState:
         and steps[0] == 0
         and steps == sorted(set(steps))
         and shares[0] is not None
-        and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE) for each in shares)
+        and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE_TICKS) for each in shares)
         and not any(row.global_batch_size % saved.tick_samples for row in saved.stages)
     )
     if not is_consistent:

@@ -227,12 +227,12 @@ class JoinedRows(Samples):
         documents: list[Int64s] = []
         lacks_eos: list[npt.NDArray[np.bool_]] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream. Each process begins with a different stretch.
+        # Consecutive rows are one span of the stream. Each process begins with a different span.
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
-        for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
-            first, end = bounds[stretch : stretch + 2].tolist()
+        for span in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
+            first, end = bounds[span : span + 2].tolist()
             token, num_missing = int(stream_offsets[first]), (end - first) * self.row_tokens
-            stretch_begin = None  # in the decoded documents
+            span_begin = None  # in the decoded documents
             while num_missing:
                 number = int(np.searchsorted(self.first_token, token, side="right")) - 1
                 begin = token - int(self.first_token[number])
@@ -240,9 +240,9 @@ class JoinedRows(Samples):
                 ends = self.ends(reader, number)
                 low = int(np.searchsorted(ends, begin, side="right")) - 1
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
-                if stretch_begin is None:  # possibly inside a document
-                    stretch_begin = num_decoded + begin - int(ends[low])
-                    row_begins[first:end] = stretch_begin + np.arange(end - first) * self.row_tokens
+                if span_begin is None:  # possibly inside a document
+                    span_begin = num_decoded + begin - int(ends[low])
+                    row_begins[first:end] = span_begin + np.arange(end - first) * self.row_tokens
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 lacks_eos.append(self._lacks_eos(number, documents[-1]))
                 num_decoded += int(ends[high] - ends[low])

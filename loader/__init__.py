@@ -70,6 +70,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         from shardprep.command_line import missing_library
 
-        if (message := missing_library(error, f"loader.{name}")) is None:
+        message = missing_library(error, f"loader.{name}")
+        if message is None:
             raise
         raise ModuleNotFoundError(message, name=error.name) from None

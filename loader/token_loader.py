@@ -126,7 +126,8 @@ class TokenLoader(DataLoader[Batch]):
 
     def _new_stream(self, metrics: LoaderMetrics, num_workers: int) -> BatchStream:
         """Return a new stream of this rank's batches in the current run."""
-        run, process_rank = self.run, self.process_rank
+        run = self.run
+        process_rank = self.process_rank
         slots = share(range(run.order.num_slots), process_rank.rank, process_rank.world_size)
         workers = {**self._worker_options, "num_workers": min(num_workers, len(slots))}
         endless = self.persistent_workers or not num_workers  # without workers nothing is read ahead
@@ -139,7 +140,8 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def _next_position(self) -> Position:
         """Return the position at which the next ``iter()`` starts. A validation loader restarts its epoch."""
-        at, run = self.progress.delivered, self.run
+        at = self.progress.delivered
+        run = self.run
         restarts = run.is_validation and not self.progress.is_loaded
         return Position(run.first_step(run.epoch_of(at.step))) if restarts else at
 
@@ -160,7 +162,8 @@ class TokenLoader(DataLoader[Batch]):
             CausalLMCollator,  # imports transformers, which the loader does not need
         )
 
-        multiple, width = self.step_batches.padded.pad_to_multiple_of, self.step_batches.padded.pad_to_length
+        multiple = self.step_batches.padded.pad_to_multiple_of
+        width = self.step_batches.padded.pad_to_length
         return CausalLMCollator(self.tokenizer, pad_to_multiple_of=multiple, pad_to_length=width)
 
     @property
@@ -195,7 +198,8 @@ class TokenLoader(DataLoader[Batch]):
         if not step.labels or any(labels is None for labels in step.labels):
             raise UsageError(found="labels_per_rank without a batch", expected="a newest batch with labels")
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if (world_size := self.process_rank.world_size) > 1 and not is_distributed:
+        world_size = self.process_rank.world_size
+        if world_size > 1 and not is_distributed:
             found = f"labels_per_rank on {world_size} ranks without a process group"
             raise UsageError(found=found, expected="torch.distributed.init_process_group before it")
         first = 0 if self.step_batches.shifts_targets else 1  # a model that shifts labels ignores the first
@@ -227,8 +231,10 @@ class TokenLoader(DataLoader[Batch]):
 
     def describe(self) -> str:
         """Return a text with the sources, their shares and fingerprints, the order and all stages."""
-        run, now = self.run, self.progress.delivered
-        epochs, weights = run.source_epochs(now), run.stages_from(now.step)[0].weights
+        run = self.run
+        now = self.progress.delivered
+        epochs = run.source_epochs(now)
+        weights = run.stages_from(now.step)[0].weights
         names = [source.name for source in run.sources]
         samples_of = {name: self.samples[name] for name in names if name in self.samples}
         tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in samples_of.items()}
@@ -250,7 +256,9 @@ class TokenLoader(DataLoader[Batch]):
             f"epoch: {num_steps:,} steps, {num_left_out:,} samples left out, different ones each epoch",
         ]
         for source in run.sources:
-            name, share_text, num_tokens = source.name, "dropped", ""
+            name = source.name
+            share_text = "dropped"
+            num_tokens = ""
             if name in samples_of:
                 token_share = tokens[name] / (sum(tokens.values()) or 1)
                 share_text = f"{weights.get(name, 0):.1%} of samples, {token_share:.1%} of tokens"
@@ -298,8 +306,11 @@ class TokenLoader(DataLoader[Batch]):
         return self.progress.is_loaded
 
     def __repr__(self) -> str:
-        run, step = self.run, self.progress.delivered.step
-        epoch, rank, world_size = run.epoch_of(step), self.process_rank.rank, self.process_rank.world_size
+        run = self.run
+        step = self.progress.delivered.step
+        epoch = run.epoch_of(step)
+        rank = self.process_rank.rank
+        world_size = self.process_rank.world_size
         return (
             f"TokenLoader(rank {rank} of {world_size}, batch_size {self.step_batches.batch_size}, "
             f"global_batch_size {run.tick_samples * run.ticks_in_step(step)}, epoch {epoch}, "
@@ -386,7 +397,8 @@ class TokenLoader(DataLoader[Batch]):
         self._continue(run_as_saved(self._plan, state, self._layout))
 
     def _continue(self, resumed: Resumed) -> None:
-        run, position = resumed.run, resumed.position
+        run = resumed.run
+        position = resumed.position
         self._newest_iterator_id += 1
         if is_same_run(run, self.run):
             self._end_unless_persistent()
@@ -447,7 +459,8 @@ class TokenLoader(DataLoader[Batch]):
         self.return_to_trained()
         if len({stage.global_batch_size for stage in self.run.stages}) == 1:
             warn_of_accumulation(self.run.batches_in_step(0))
-        if (start := self._next_position) != self.progress.delivered:  # validation restarts its epoch
+        start = self._next_position
+        if start != self.progress.delivered:  # validation restarts its epoch
             self._start_epoch(self.run.epoch_of(start.step))
         self._newest_iterator_id += 1
         self.progress.is_loaded = False
@@ -475,7 +488,8 @@ class TokenLoader(DataLoader[Batch]):
         Batches that were delivered since then are not trained, for example as memory ran out. ``iter()``
         calls this itself.
         """
-        trained, delivered = self.progress.trained, self.progress.delivered
+        trained = self.progress.trained
+        delivered = self.progress.delivered
         if self._is_inside_loop and trained is not None and trained != delivered:
             logger.warning(
                 f"the loop ended after batches that were not trained: going back to step {trained.step}"
@@ -500,7 +514,8 @@ class TokenLoader(DataLoader[Batch]):
 
     def _epoch_batches(self, start: Position, iterator_id: int) -> Iterator[Any]:
         self._check_is_newest(iterator_id)
-        position, progress = start, self.progress
+        position = start
+        progress = self.progress
         pins = self.pin_memory and torch.cuda.is_available()
         try:
             # The stream yields whole steps, as the loop may ask for a step's labels at its first batch.

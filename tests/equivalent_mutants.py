@@ -20,7 +20,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("GROUPED_BYTES = 64", "GROUPED_BYTES = (65)", CHOICE),
         ("BLOCK_BYTES[0]", "BLOCK_BYTES[(1)]", CHOICE),
         ("BLOCKS_PER_SLOT = 16", "BLOCKS_PER_SLOT = (17)", CHOICE),
-        ("512, 1 << 20", "512, 1 << (21)", CHOICE),
+        ("MOST_BLOCK_BYTES = 1 << 20", "MOST_BLOCK_BYTES = 1 << (21)", CHOICE),
     ],
     "loader/order/mixture.py": [
         ("0 and end ==", "(1) and end ==", SPEED),

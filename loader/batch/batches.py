@@ -115,7 +115,9 @@ class PaddedBatches:
 
     def of_rows(self, rows: Integers, lengths: Lengths | None) -> Batch:
         """Return a batch of rows [batch, seq], of which the first ``lengths`` ids are real (None: all)."""
-        ids, labels = rows.astype(np.int64), rows.astype(np.int64)  # ids.copy() takes 3 times as long
+        # ids.copy() takes 3 times as long
+        ids = rows.astype(np.int64)
+        labels = rows.astype(np.int64)
         if self.has_masks:
             ids &= ID_BITS
             labels[labels < 0] = IGNORED
@@ -123,14 +125,18 @@ class PaddedBatches:
         attention_mask.fill(1)  # saves 14 of 110 us per batch over ones_like
         if lengths is not None:
             padding = np.arange(ids.shape[1]) >= lengths[:, None]
-            ids[padding], labels[padding], attention_mask[padding] = self.pad.token_id, IGNORED, 0
+            ids[padding] = self.pad.token_id
+            labels[padding] = IGNORED
+            attention_mask[padding] = 0
         return self._batch(ids, attention_mask, labels)
 
     def _batch(self, ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
         """Return the arrays as tensors, with blanked documents turned into padding."""
         if self.has_blanks:
             is_blank = ids == BLANK
-            ids[is_blank], attention_mask[is_blank], labels[is_blank] = self.pad.token_id, 0, IGNORED
+            ids[is_blank] = self.pad.token_id
+            attention_mask[is_blank] = 0
+            labels[is_blank] = IGNORED
             # The token after a blanked one would be predicted from padding, so it has no label.
             labels[:, 1:][is_blank[:, :-1]] = IGNORED
         batch = Batch(
@@ -264,9 +270,11 @@ class StepBatches:
                 ignore_fillers(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            num_tokens, num_padding = ids.size, 0
+            num_tokens = ids.size
+            num_padding = 0
             if lengths is not None:
-                num_tokens, input_ids = int(lengths.sum()), _tensor_of(batch, "input_ids")
+                num_tokens = int(lengths.sum())
+                input_ids = _tensor_of(batch, "input_ids")
                 num_padding = 0 if input_ids is None else max(input_ids.numel() - num_tokens, 0)
             yield batch, (num_tokens, num_padding)
 
@@ -277,7 +285,8 @@ class StepBatches:
         if self.shifts_targets:
             # The last place of each row is cut off: a whole document of one token, or the end of one.
             row, within = np.divmod(edges.begins, width)
-            is_kept, is_last = within < width - 1, within + edges.sizes == width
+            is_kept = within < width - 1
+            is_last = within + edges.sizes == width
             width -= 1
             edges = Edges((row * width + within)[is_kept], (edges.sizes - is_last)[is_kept])
             lengths = None if lengths is None else np.minimum(lengths, width)
@@ -287,7 +296,8 @@ class StepBatches:
 
     def _collated(self, batch: Batch, lengths: Lengths | None) -> Any:
         """Return ``collate_fn``'s batch. Samples have ``labels`` only if masks or blanks may remove some."""
-        ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+        ids = batch["input_ids"].numpy()
+        labels = batch["labels"].numpy()
         sizes = [ids.shape[1]] * len(ids) if lengths is None else lengths.tolist()
         samples = [{"input_ids": row[:size].tolist()} for row, size in zip(ids, sizes, strict=True)]
         if self.may_lack_labels:

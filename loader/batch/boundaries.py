@@ -32,7 +32,8 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     """Return the names as a tuple. Raises UsageError for an unknown one."""
     is_one = isinstance(boundaries, str) or not isinstance(boundaries, Iterable)
     names: tuple[Any, ...] = (boundaries,) if is_one else tuple(boundaries)
-    if unknown := [name for name in names if name not in get_args(Boundary)]:
+    unknown = [name for name in names if name not in get_args(Boundary)]
+    if unknown:
         raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
         problem = "boundaries='position_ids' has no effect on a model that gets an attention_mask or a cache"
@@ -77,8 +78,10 @@ def boundary_fields(
         fields["segment_ids"] = torch.from_numpy(np.repeat(numbers, edges.sizes).reshape(shape))
     if "cu_seqlens" in names or "transformers" in names:
         ends = np.empty(len(edges.begins) + 1, np.int32)
-        ends[:-1], ends[-1] = edges.begins, num_places
-        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.sizes.max())
+        ends[:-1] = edges.begins
+        ends[-1] = num_places
+        edge_tensor = torch.from_numpy(ends)
+        longest = HostNumber(edges.sizes.max())
         if "cu_seqlens" in names:
             fields |= {"cu_seqlens": edge_tensor, "max_seqlen": longest}
         if "transformers" in names:
@@ -90,7 +93,8 @@ def boundary_fields(
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
     """Number the documents of the whole batch from 0: int64[batch, seq]. Known padding is -1."""
     starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
-    segments, edges = batch.get("segment_ids"), batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))
+    segments = batch.get("segment_ids")
+    edges = batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))
     if segments is not None:
         starts[:, 1:] = segments.diff() != 0
     elif (positions := batch.get("position_ids")) is not None:

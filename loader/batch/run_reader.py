@@ -54,11 +54,15 @@ class RunReader:
                     del chunk  # it may keep its window in memory while the next one is read
                     continue
                 if laid_out is None or round_ is None or not round_.first <= run_tick < round_.end:
-                    laid_out, round_ = None, run.round_at(run_tick)  # frees the last round before reading
+                    # frees the last round before reading
+                    laid_out = None
+                    round_ = run.round_at(run_tick)
                     laid_out = self._lay_out(round_)
-                first, run_tick = run_tick, min(run_tick + chunk_ticks, round_.end, end)
+                first = run_tick
+                run_tick = min(run_tick + chunk_ticks, round_.end, end)
                 ticks = slice(first - round_.first, run_tick - round_.first)
-                ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
+                ids = laid_out.ids.ticks(ticks)
+                documents = laid_out.documents
                 yield replace(
                     laid_out,
                     lengths=laid_out.lengths[:, ticks],
@@ -72,13 +76,15 @@ class RunReader:
         """Read a round: each slot takes a source's next samples at the ticks of the source in its pattern."""
         run = self._run
         pattern = np.repeat(run.pattern(round_, self._slots), run.order.group, axis=0)
-        lengths, num_cut = np.empty(pattern.shape, np.int32), 0
+        lengths = np.empty(pattern.shape, np.int32)
+        num_cut = 0
         ids = Ragged.empty(pattern.shape, run.row_tokens)
         documents = Ragged.empty(pattern.shape)
         rows = np.arange(len(pattern))[:, None]
         for number in np.unique(round_.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # ascending in each row
-            done, num_ticks = 0, columns.shape[1]
+            done = 0
+            num_ticks = columns.shape[1]
             while done < num_ticks:
                 tick = int(round_.taken[number]) + done
                 chunk = self._sources[number].chunk(tick, num_ticks - done)
@@ -120,7 +126,8 @@ class _SourceReader:
         if self._window is None or epoch != window_epoch or not first <= tick < end:
             # Read a whole window at once: its parts would need many small reads.
             self._window = None
-            samples, reader = self._samples, self._reader
+            samples = self._samples
+            reader = self._reader
             first, end = next(self._order.windows(tick))
             self._window_ticks = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)

@@ -103,15 +103,19 @@ class BatchStream:
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
         epoch, tick = run.epoch_and_tick(start)
         end = run.first_step(epoch + 1)
-        chunk, chunk_tick = None, 0
+        chunk = None
+        chunk_tick = 0
         for step in range(start.step, end):
             batches: list[tuple[Any, tuple[int, int]]] = []
             for _ in range(num_done, run.ticks_in_step(step)):
                 if chunk is None:
-                    chunk, chunk_tick = self._next_chunk(), 0
+                    chunk = self._next_chunk()
+                    chunk_tick = 0
                 fillers = run.order.is_filler(tick, self.slots) if run.is_validation else None
                 batches += self.step_batches.of_tick(chunk, chunk_tick, first_batch, fillers)
-                tick, chunk_tick, first_batch = tick + 1, chunk_tick + 1, 0
+                tick += 1
+                chunk_tick += 1
+                first_batch = 0
                 if chunk_tick == chunk.num_ticks:
                     chunk = None  # it may keep its window in memory while the next one is read
             num_done = 0
@@ -185,7 +189,8 @@ class BatchStream:
 
     def _receive(self, worker: _Worker) -> Chunk:
         """Return the next chunk of a worker. Raises the worker's error, or ReadWriteError if it died."""
-        request, item = 0, None
+        request = 0
+        item = None
         try:
             while request != self._num_requests:  # chunks of an earlier position may arrive first
                 request, item = worker.connection.recv()

@@ -12,7 +12,8 @@ def whole_number(name: str, value: object, *, least: int, most: int | None = Non
     """Return the value as an int. Raises UsageError unless it is whole, and from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError.of_value(name, value, f"a whole number of at least {least}")
-    if (number := index(value)) < least:
+    number = index(value)
+    if number < least:
         raise UsageError.of_value(name, number, f"at least {least}")
     if most is not None and number > most:
         raise UsageError.of_value(name, number, f"at most {most}")

@@ -32,7 +32,7 @@ def hash_ints(*values: int) -> int:
 def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
     """Hash each value with a key by splitmix64: uint64, in the shape to which the two broadcast."""
     state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
-    state = state + np.uint64(_GOLDEN)
+    state += np.uint64(_GOLDEN)
     state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
     state = (state ^ state >> np.uint64(27)) * np.uint64(_SECOND)
     return state ^ state >> np.uint64(31)
@@ -71,7 +71,8 @@ def _permutation(count: int, half: int, key: int) -> Int64s:
 def _feistel(values: Int64s, half: int, key: int) -> Int64s:
     """Apply the network once to values of ``2 * half`` bits: int64[n] -> int64[n]."""
     mask = (1 << half) - 1
-    left, right = values >> half, values & mask
+    left = values >> half
+    right = values & mask
     for round_ in range(FEISTEL_ROUNDS):
         sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
         left, right = right, left ^ sent

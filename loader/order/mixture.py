@@ -37,7 +37,9 @@ from shardprep.errors import UsageError
 
 ROUND_TICKS = 64  # ticks
 CYCLE_TICKS = 1 << 16  # ticks
-_PATTERN, _SEED = 6, 7  # purposes of a hash, besides those in order.py
+# purposes of a hash, besides those in order.py
+_PATTERN = 6
+_SEED = 7
 _NEVER = 1 << 62  # the step and the tick at which the last stage ends
 
 
@@ -199,11 +201,13 @@ class Run:
         epoch = tick = 0
         ends = [*(stage.step for stage in self.stages[1:]), _NEVER]
         for stage, end in zip(self.stages, ends, strict=True):
-            step, size = stage.step, stage.global_batch_size // self.tick_samples
+            step = stage.step
+            size = stage.global_batch_size // self.tick_samples
             while step < end:
                 num_steps = (self.ticks_per_epoch - tick) // size
                 if not num_steps:  # the next step does not fit
-                    epoch, tick = epoch + 1, 0
+                    epoch += 1
+                    tick = 0
                     continue
                 parts.append(_EqualSteps(step, epoch, tick, size, num_steps))
                 if tick == 0 and end == _NEVER:
@@ -265,7 +269,7 @@ class Run:
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in CYCLE_TICKS. Their rounding depends on the order of the sources."""
+        """Return the ticks of each source in CYCLE_TICKS. Rounding depends on the order of the sources."""
         # Round cumulative sums, so that the shares add up to CYCLE_TICKS.
         sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
         return tuple(np.diff(np.rint(np.array(sums) * CYCLE_TICKS).astype(np.int64)).tolist())
@@ -274,7 +278,8 @@ class Run:
     def _equal_shares(self) -> list[_EqualShares]:
         parts: list[_EqualShares] = []
         for stage in (stage for stage in self.stages if stage.begins_round):
-            first, taken = self.tick_of(Position(stage.step)), np.zeros(len(self.sources), np.int64)
+            first = self.tick_of(Position(stage.step))
+            taken = np.zeros(len(self.sources), np.int64)
             if parts:
                 taken = parts[-1].taken_before(first)
                 parts[-1] = parts[-1]._replace(end=first)
@@ -319,11 +324,12 @@ class Run:
         The price: 50 us for each epoch in between.
         """
         counts = self._samples_before(self.tick_of(position))
-        counts = counts - self._samples_before(self.tick_of(Position(since)))
+        counts -= self._samples_before(self.tick_of(Position(since)))
         for epoch in range(self.epoch_of(since), self.epoch_of(position.step)):
             end = (epoch + 1) * self.ticks_per_epoch
-            if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):  # they deliver no samples
-                counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)
+            num_unused = self.ticks_per_epoch - self.ticks_in(epoch)
+            if num_unused:  # they deliver no samples
+                counts -= self._samples_before(end) + self._samples_before(end - num_unused)
         return dict(zip((source.name for source in self.sources), counts.tolist(), strict=True))
 
     def source_epochs(self, position: Position) -> dict[str, float]:
@@ -344,7 +350,8 @@ class Run:
         for stage in self.stages:
             shares = zip(self.sources, self.shares(stage.weights), strict=True)
             weights = {source.name: share / CYCLE_TICKS for source, share in shares if share}
-            first, size = max(stage.step, step), stage.global_batch_size
+            first = max(stage.step, step)
+            size = stage.global_batch_size
             rounded = Stage(step=first, global_batch_size=size, weights=weights)
             if stage.step <= step:
                 changes = [rounded]

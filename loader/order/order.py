@@ -38,11 +38,17 @@ ORDER_VERSION = 2
 BLOCK_BYTES = (128 << 10, 512 << 10)  # least and most bytes of a block, the unit of reading
 WINDOWS_BYTES = 128 << 20  # windows of all slots together, if blocks of the least size are small enough
 # Blocks also grow with the number of slots, so that more ranks together do not open more shards.
-SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = 512, 1 << 20
+SLOT_BLOCK_BYTES = 512
+MOST_BLOCK_BYTES = 1 << 20
 BLOCKS_PER_SLOT = 16  # at least, if there are enough samples: with fewer, slots would hardly mix
 GROUPED_SAMPLES = 8192  # most samples of a window sorted by length: more would need less padding, more memory
 GROUPED_BYTES = 64 << 20  # most bytes of such a window
-_ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # purposes of a hash
+# purposes of a hash
+_ROTATE = 1
+_BLOCKS = 2
+_WINDOWS = 3
+_SLICES = 4
+_OFFSET = 5
 
 NumTokens = Callable[[Int64s], Int64s]
 

@@ -99,9 +99,12 @@ def make_run(
             raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
         means = {name: known.mean_tokens for name, known in facts.items()}
         shares_at = {step: _shares(given, means) for step, given in _stages("weights", weights)}
-    stages, size, shares = [], size_at[0], shares_at[0]
+    stages = []
+    size = size_at[0]
+    shares = shares_at[0]
     for step in sorted({*size_at, *shares_at}):
-        size, shares = size_at.get(step, size), shares_at.get(step, shares)
+        size = size_at.get(step, size)
+        shares = shares_at.get(step, shares)
         begins_round = step in shares_at
         stages.append(Stage(step=step, global_batch_size=size, weights=shares, begins_round=begins_round))
     return Run(

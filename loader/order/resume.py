@@ -71,7 +71,8 @@ def resume_run(
     border = None
     if saved_stages != planned_stages:
         if not amend or run.is_validation:
-            was, wanted = "; ".join(map(str, saved_stages)), "; ".join(map(str, planned_stages))
+            was = "; ".join(map(str, saved_stages))
+            wanted = "; ".join(map(str, planned_stages))
             remedy = None if run.is_validation else "amend=True"
             advice = f"{remedy} to change the run from the next border on, or " if remedy else ""
             found = f"the state of step {step} belongs to another run: {was}"
@@ -116,9 +117,11 @@ def _check_sources(run: Run, data: Run, step: int) -> None:
 
 def _check_fingerprint(saved: SavedState, plan: Run) -> None:
     """Raise OtherRun, OtherTokenizer or UnknownVersion if the state's fingerprint is not the plan's."""
-    old, new = dict(saved.fingerprint), plan.fingerprint
+    old = dict(saved.fingerprint)
+    new = plan.fingerprint
     if not plan.is_mixture:  # it cannot get more sources, so its data is as fixed as its settings
-        old["data"], new["data"] = saved.sources[0].data, plan.sources[0].data
+        old["data"] = saved.sources[0].data
+        new["data"] = plan.sources[0].data
     differing = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if not differing:
         return
@@ -159,7 +162,8 @@ def _run_of(saved: SavedState, plan: Run, layout: Mapping[str, int]) -> Run:
             of_run = saved.stages[0].global_batch_size
             advice = f"pass the run's global_batch_size={of_run} and batch_size={batch_size}"
         raise OtherRun(found=found, expected=error.expected, advice=advice) from None
-    sources, stages = [], []
+    sources = []
+    stages = []
     weights: dict[str, float] = {}
     try:
         for number, row in enumerate(saved.sources):

@@ -15,7 +15,8 @@ from loader.order.mixture import CYCLE_TICKS, Position, Run
 from shardprep.errors import BrokenShard, Refused, UnknownVersion, UsageError
 from shardprep.format.names import as_type
 
-STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 5
+STATE_FORMAT = "shardprep-loader-state"
+STATE_VERSION = 5
 MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
@@ -134,7 +135,8 @@ def skips_of(saved: SavedState) -> Skips:
 def read_state(state: Mapping[str, Any]) -> SavedState:
     """Check a state and return its values. Raises UsageError, BrokenShard or UnknownVersion."""
     if not isinstance(state, Mapping):
-        found, remedy = f"the state is {state!r:.80}", "loader.load_state_dict(torch.load(PATH))"
+        found = f"the state is {state!r:.80}"
+        remedy = "loader.load_state_dict(torch.load(PATH))"
         raise UsageError(found=found, expected="a dict that state_dict() returned", remedy=remedy)
     if state.get("format") != STATE_FORMAT:
         for name, value in state.items():
@@ -142,7 +144,8 @@ def read_state(state: Mapping[str, Any]) -> SavedState:
                 remedy = f"loader.load_state_dict(checkpoint[{name!r}])"
                 found = f"a dict that has the state under {name!r}"
                 raise BrokenShard(found=found, expected="the state itself", remedy=remedy)
-        found, remedy = f"the state's format is {state.get('format')!r:.80}", "state_dict()"
+        found = f"the state's format is {state.get('format')!r:.80}"
+        remedy = "state_dict()"
         raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as {remedy} returns it", remedy=remedy)
     if state.get("version") != STATE_VERSION:
         found = f"the state has version {state.get('version')!r:.80}"
@@ -159,8 +162,10 @@ def read_state(state: Mapping[str, Any]) -> SavedState:
         saved = as_type(Path("state"), known, SavedState)
     except BrokenShard as error:
         raise damaged_state(error.found, error.expected) from None
-    names, added = [row.name for row in saved.sources], [row.added_at for row in saved.sources]
-    steps, shares = [row.step for row in saved.stages], [row.shares for row in saved.stages]
+    names = [row.name for row in saved.sources]
+    added = [row.added_at for row in saved.sources]
+    steps = [row.step for row in saved.stages]
+    shares = [row.shares for row in saved.stages]
     is_consistent = (
         len(set(names)) == len(names)
         and added[0] == 0

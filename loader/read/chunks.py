@@ -76,7 +76,9 @@ class Ragged:
 
     def ticks(self, part: slice) -> Ragged:
         """Return some ticks, without copying their samples."""
-        flat_of, begins, counts = self.flat_of[:, part], self.begins[:, part], self.counts[:, part]
+        flat_of = self.flat_of[:, part]
+        begins = self.begins[:, part]
+        counts = self.counts[:, part]
         return Ragged(self.flats, flat_of, begins, counts, self.width)
 
     def joined(self) -> Ragged:

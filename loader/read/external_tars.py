@@ -47,7 +47,8 @@ class TarBytes(io.BufferedReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(open_regular(path)), _BUFFER_BYTES)
-        self.path, self.num_bytes = path, os.fstat(self.fileno()).st_size
+        self.path = path
+        self.num_bytes = os.fstat(self.fileno()).st_size
 
     def at(self, first: int, end: int) -> bytes:
         """Return the bytes ``[first, end)``, fewer if the file ends before."""
@@ -75,7 +76,8 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
         # PAX records of the whole tar may change any member.
         plain = None if archive.pax_headers else _plain_member(tar, position)
         name, first, end = plain or _unusual_member(tar, archive, position)
-        header, position = position, first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+        header = position
+        position = first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
         if name is not None and end <= tar.num_bytes:
             yield name, first, end
     if position + 2 * BLOCK_BYTES > tar.num_bytes:
@@ -99,7 +101,8 @@ def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
         counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum's own bytes count as spaces
         if header is None or int(header["checksum"], 8) != counted:
             return None
-        first, num_bytes = position + BLOCK_BYTES, int(header["size"], 8)
+        first = position + BLOCK_BYTES
+        num_bytes = int(header["size"], 8)
         if header["kind"] == b"0":
             name = header["name"].partition(b"\0")[0].decode("utf-8", "surrogateescape")
             return name, first, first + num_bytes
@@ -178,9 +181,11 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> tuple[IdxRecords, int
             records, row_tokens = _packed_records(samples)
         else:
             documents = [_document_record(sample, count_tokens=count_tokens) for sample in samples]
-            records, row_tokens = np.array(documents, _RECORD), 0
+            records = np.array(documents, _RECORD)
+            row_tokens = 0
         # Hash sizes, places and the bytes of some samples.
-        offset, num_bytes = records["offset"], records["num_bytes"]
+        offset = records["offset"]
+        num_bytes = records["num_bytes"]
         digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
         for row in range(0, len(records), max(len(records) // _FINGERPRINTED, 1)):
             digest.update(tar.at(int(offset[row]), int(offset[row] + num_bytes[row])))
@@ -194,7 +199,8 @@ def _samples(tar: TarBytes) -> list[_Sample]:
         match = _KEY_AND_FIELD.match(name)
         if match is None or _META.match(name):
             continue
-        key, field = match[1], match[2].lower()
+        key = match[1]
+        field = match[2].lower()
         if not found or key != found[-1].key:
             found.append(_Sample(tar, key, {}))
         if field in found[-1].fields:
@@ -276,7 +282,8 @@ def _packed_records(samples: list[_Sample]) -> tuple[IdxRecords, int]:
             fields = ", ".join(sorted(_ROW_FIELDS))
             raise sample.wrong_fields(f"{IDS_FIELD}, {DOC_STARTS_FIELD} and some of {fields}")
         dtype, (num_rows, seq_len), first = sample.array(IDS_FIELD, ("<u2", "<u4"), 2)
-        has_mask, row_bytes = LOSS_MASK_FIELD in sample.fields, seq_len * dtype.itemsize
+        has_mask = LOSS_MASK_FIELD in sample.fields
+        row_bytes = seq_len * dtype.itemsize
         forms.add((seq_len, dtype, has_mask))
         if len(forms) > 1 or not num_rows or not 0 < row_bytes < 2**32:
             found = f"rows of {[num_rows, seq_len]} and {'a' if has_mask else 'no'} {LOSS_MASK_FIELD}"
@@ -284,8 +291,10 @@ def _packed_records(samples: list[_Sample]) -> tuple[IdxRecords, int]:
         row = np.arange(num_rows)
         records = np.zeros(num_rows, _RECORD)
         records["offset"] = first + row * row_bytes
-        records["num_bytes"], records["num_tokens"] = row_bytes, seq_len
-        records["dtype"], records["last_id"] = TOKEN_DTYPES.index(dtype), -1
+        records["num_bytes"] = row_bytes
+        records["num_tokens"] = seq_len
+        records["dtype"] = TOKEN_DTYPES.index(dtype)
+        records["last_id"] = -1
         starts, starts_at = sample.numbers(DOC_STARTS_FIELD)
         if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
             expected = f"ascending numbers below {num_rows * seq_len}"

@@ -113,7 +113,8 @@ def _expand_braces(pattern: str) -> list[str]:
         expanded = list(dict.fromkeys(braceexpand(pattern, escape=False)))
     except ValueError:  # an unbalanced brace is part of a name
         return [pattern]
-    if left := _BRACES.search(expanded[0]):
+    left = _BRACES.search(expanded[0])
+    if left:
         raise UsageError(path=pattern, found=f"braces {left[0]}", expected="{00000..00009} or {a,b}")
     return expanded
 
@@ -126,7 +127,8 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
 
     def read(path: str) -> list[DatasetShards]:
         folder, name = os.path.split(path)
-        if shard := _SHARD_TAR.fullmatch(name):
+        shard = _SHARD_TAR.fullmatch(name)
+        if shard:
             if folder not in is_ours:
                 is_ours[folder] = _is_dataset(DataFolder(folder))
             shard_id = int(shard[1])
@@ -147,7 +149,8 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         if _is_dataset(data) or manifests.manifest_ids(data):
             return [_dataset(data)]
         inside = data.names()
-        if compressed := next(filter(_COMPRESSED_TAR.search, inside), None):
+        compressed = next(filter(_COMPRESSED_TAR.search, inside), None)
+        if compressed:
             expected = "a tar; decompress it, or name only the tars to read"
             raise UsageError(path=Path(path, compressed), found="compressed", expected=expected)
         tars = [Path(path, name) for name in inside if name.endswith(".tar")]
@@ -226,13 +229,15 @@ def _dataset(folder: DataFolder, shard_ids: list[int] | None = None) -> DatasetS
         index = read_index(folder)
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
-        if beyond := ids[ids >= num_shards].tolist():
+        beyond = ids[ids >= num_shards].tolist()
+        if beyond:
             path = folder.path_of(names.tar_name(beyond[0]))
             expected = f"one of the {num_shards} shards of the {names.INDEX_NAME} beside it"
             raise NotFound(path=path, found="an unknown shard", expected=expected)
     else:
         index = merge_manifests(folder, (manifests.read_manifest(folder, shard_id) for shard_id in shard_ids))
-        ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
+        ids = np.array(shard_ids)
+        rows = np.arange(len(shard_ids))
     manifests.refuse_other_plan(folder, index.spec.plan_id)
     manifests.refuse_found(folder, manifests.read_findings(folder, index.spec.plan_id), ids.tolist())
     folder.close()  # a loader may have thousands of data sets
@@ -257,7 +262,8 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
             found = "named twice: in two sources, or as a folder and by its shards"
             raise UsageError(path=folder, found=found, expected="once")
     for dataset in datasets:
-        first, other = datasets[0].spec.tokenizer, dataset.spec.tokenizer
+        first = datasets[0].spec.tokenizer
+        other = dataset.spec.tokenizer
         if other.fingerprint != first.fingerprint:
             found = f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed"
             expected = f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})"

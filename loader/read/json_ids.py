@@ -121,7 +121,8 @@ _ID_LIST_DECODER = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
 def _decode_one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     parts: list[Int32s] = []
     for row in rows.tolist():
-        start, num_bytes = int(data.start[row]), int(data.num_bytes[row])
+        start = int(data.start[row])
+        num_bytes = int(data.num_bytes[row])
         dtype = TOKEN_DTYPES[data.dtype[row]]
         if dtype is None:
             raw = bytes(data.buffer[start : start + num_bytes])

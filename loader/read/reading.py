@@ -39,8 +39,10 @@ class OpenShard:
 
     def __init__(self, part: DatasetShards, row: int) -> None:
         """Open the shard of a row of ``part``. Raises MissingShard, BrokenShard or OSError."""
-        path, shard_id = part.path_of(row), int(part.shard_ids[row])
-        self.part, self._shard_id = part, shard_id
+        path = part.path_of(row)
+        shard_id = int(part.shard_ids[row])
+        self.part = part
+        self._shard_id = shard_id
         self.cached: dict[str, Int64s] = {}  # numbers computed from the idx, until the shard is closed
         self.dtype: int | None = None  # index in TOKEN_DTYPES for all ids; None: the records have it
         self._records: Any = part.records  # the idx's records in memory; None: they are read from the idx
@@ -64,7 +66,8 @@ class OpenShard:
                     raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
                 self.dtype = TOKEN_DTYPES.index(None if part.spec.kind == "json" else part.spec.dtype)
                 if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                    self._records, self._idx = idx.read(slice(0, idx.num_samples)), None
+                    self._records = idx.read(slice(0, idx.num_samples))
+                    self._idx = None
                     idx.file.close()
             opened.pop_all()
 
@@ -131,7 +134,8 @@ class ShardReader:
 
     def __init__(self, shards: ShardSet, number: int = 0, num_readers: int = 1) -> None:
         self._shards = shards
-        self._number, self._num_readers = number, num_readers
+        self._number = number
+        self._num_readers = num_readers
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number in the ShardSet
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
@@ -192,7 +196,8 @@ class ShardReader:
         shard = self._shards.shard_of(samples[order])
         first = _first_of_parts(shard[1:] != shard[:-1])
         begin = int(first[self._num_before(len(first))])  # as in opening_order
-        order, shard = np.roll(order, -begin), np.roll(shard, -begin)
+        order = np.roll(order, -begin)
+        shard = np.roll(shard, -begin)
         ordered = samples[order]
         record = self._shards.record_numbers(ordered, shard)
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
@@ -207,7 +212,8 @@ class ShardReader:
             self._read_shards(shard[part], record[part], found, starts=starts)
         # Check the sizes of ids and rows of all parts at once: checking each part would take 6 % longer.
         whole = SampleBytes(self._shards, self._buffer, ordered, *table)
-        row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[whole.dtype]
+        row_tokens = self._shards.row_tokens
+        token_bytes = _TOKEN_BYTES[whole.dtype]
         wrong = (token_bytes > 0) & (whole.num_bytes != (row_tokens or whole.num_tokens) * token_bytes)
         if row_tokens:
             wrong |= np.maximum(whole.num_tokens, whole.num_starts) > row_tokens
@@ -252,7 +258,8 @@ class ShardReader:
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(record)), np.int64)
         has_mask = np.zeros(len(record), np.bool_)
         for bounds in pairwise([*_first_of_parts(is_border).tolist(), len(record)]):
-            here, number = slice(*bounds), int(shard_of[bounds[0]])
+            here = slice(*bounds)
+            number = int(shard_of[bounds[0]])
             records = self._records(number, record[here])
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
@@ -286,10 +293,12 @@ class ShardReader:
             if self._shards.row_tokens:
                 is_apart |= gap % 4 > 0
             first = _first_of_parts(is_apart)
-            begin, end = begins[first], ends[np.append(first[1:], len(ends)) - 1]
+            begin = begins[first]
+            end = ends[np.append(first[1:], len(ends)) - 1]
             aligned = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
             to_buffer = self._used + np.cumsum(aligned) - aligned
-            used, self._used = self._used, self._used + int(aligned.sum())
+            used = self._used
+            self._used += int(aligned.sum())
             if self._used > len(self._buffer):
                 grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
                 grown[:used] = self._buffer[:used]

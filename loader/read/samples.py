@@ -70,7 +70,8 @@ class Samples:
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut=num_cut)
         if not self.origins:
             return chunk
-        zeros, ones = np.zeros(by_tick.size, np.int64), np.ones(by_tick.size, np.int64)
+        zeros = np.zeros(by_tick.size, np.int64)
+        ones = np.ones(by_tick.size, np.int64)
         return self._with_documents(chunk, ones, zeros, zeros, data.sample[by_tick])
 
     def _decode(self, data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s, int]:
@@ -231,7 +232,8 @@ class JoinedRows(Samples):
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
         for span in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
             first, end = bounds[span : span + 2].tolist()
-            token, num_missing = int(stream_offsets[first]), (end - first) * self.row_tokens
+            token = int(stream_offsets[first])
+            num_missing = (end - first) * self.row_tokens
             span_begin = None  # in the decoded documents
             while num_missing:
                 number = int(np.searchsorted(self.first_token, token, side="right")) - 1
@@ -246,24 +248,30 @@ class JoinedRows(Samples):
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 lacks_eos.append(self._lacks_eos(number, documents[-1]))
                 num_decoded += int(ends[high] - ends[low])
-                token, num_missing = (token + num_taken) % self.num_offsets, num_missing - num_taken
+                token = (token + num_taken) % self.num_offsets
+                num_missing -= num_taken
         all_documents = np.concatenate(documents)
         num_tokens, ids, _ = self._decode(reader.read(all_documents), np.arange(len(all_documents)))
-        lacks, ends = np.concatenate(lacks_eos), np.cumsum(num_tokens)
+        lacks = np.concatenate(lacks_eos)
+        ends = np.cumsum(num_tokens)
         if lacks.any():
             eos = np.full(len(ends), self.eos_token_id, np.int32)
             if self.shards.blank_id is not None and len(ids):  # the EOS of a blanked document is blank, too
                 eos[(num_tokens > 0) & (ids[ends - 1] == BLANK)] = BLANK
-            ids, num_tokens = np.insert(ids, ends[lacks], eos[lacks]), num_tokens + lacks
+            ids = np.insert(ids, ends[lacks], eos[lacks])
+            num_tokens += lacks
         starts = np.cumsum(num_tokens) - num_tokens
         has_tokens = num_tokens > 0
         last = self.num_offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
-        row_begins, lengths = row_begins[inverse.reshape(samples.shape)], lengths.astype(np.int32)
-        starts, all_documents = starts[has_tokens], all_documents[has_tokens]
+        row_begins = row_begins[inverse.reshape(samples.shape)]
+        lengths = lengths.astype(np.int32)
+        starts = starts[has_tokens]
+        all_documents = all_documents[has_tokens]
 
         def window(first: int, end: int) -> Chunk:
-            begins, row_lengths = row_begins[:, first:end], lengths[:, first:end]
+            begins = row_begins[:, first:end]
+            row_lengths = lengths[:, first:end]
             chunk = Chunk(lengths=row_lengths, ids=Ragged.of_rows(ids, begins, self.row_tokens))
             if not self.starts:
                 return chunk

@@ -62,7 +62,8 @@ class DatasetShards:
     @property
     def fingerprint(self) -> str:
         """Hash the plan, the shards and their content, but not the folder: a data set may be moved."""
-        ids, hashes = self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist())
+        ids = self.shard_ids.astype("<i8").tobytes()
+        hashes = ",".join(self.tar_sha256.tolist())
         return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), ids, hashes.encode()])).hexdigest()
 
 
@@ -126,11 +127,13 @@ class ShardSet:
         self.split = split if self.has_planned else None  # None: the samples of both sides
         held_out = np.concatenate([part.num_validation for part in self.parts])
         self.first_held_out = self.num_records - held_out  # the first record for validation in each shard
-        counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
+        counts = self.num_records
+        self._first_of_side = np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
             counts = self.first_held_out
         elif self.split == "validation":
-            counts, self._first_of_side = held_out, self.first_held_out
+            counts = held_out
+            self._first_of_side = self.first_held_out
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])

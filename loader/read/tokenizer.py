@@ -79,7 +79,8 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
     if shards.has_external and model_id is None and datasets:
-        found, remedy = "tars that other tools wrote, beside data sets", "model_id="
+        found = "tars that other tools wrote, beside data sets"
+        remedy = "model_id="
         expected = f"{remedy}, the model whose tokenizer made their token ids"
         raise UsageError(found=found, expected=expected, remedy=remedy)
     if model_id is None and not datasets:
@@ -198,7 +199,8 @@ def _copy_small_files(folder: DataFolder, subfolder: str, target: Path) -> None:
 
 
 def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
-    fingerprint, own = _fingerprint(given), dataset.spec.tokenizer
+    fingerprint = _fingerprint(given)
+    own = dataset.spec.tokenizer
     if fingerprint != own.fingerprint:
         found = f"model_id={model_id!r}, a tokenizer with fingerprint {fingerprint[:12]}"
         expected = f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: the data set has its own"

@@ -86,7 +86,8 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
             found = f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}"
             expected = f"a folder of user {os.getuid()} that others cannot write to; pass another cache_dir"
             raise CannotWrite(path=folder, found=found, expected=expected)
-        if ours := _URL_OF_OUR_SHARD.fullmatch(url):
+        ours = _URL_OF_OUR_SHARD.fullmatch(url)
+        if ours:
             path = _copy_our_shard(ours[1], int(ours[2]), folder / _digits(ours[1]))
             if path is not None:
                 return str(path)
@@ -111,7 +112,8 @@ def _digits(url: str) -> str:
 
 def _copy_our_shard(root: str, shard_id: int, path: Path) -> Path | None:
     """Copy the manifest, idx and tar of a shard. Returns None if there is no manifest, so it is not ours."""
-    folder, manifest_name = DataFolder(path), names.manifest_name(shard_id)
+    folder = DataFolder(path)
+    manifest_name = names.manifest_name(shard_id)
     path.mkdir(exist_ok=True)
     try:
         _copy_unless_there(f"{root}/{manifest_name}", path / manifest_name)
@@ -143,7 +145,8 @@ def _blocks(url: str) -> Iterator[bytes]:
             while block := stream.read(_BLOCK_BYTES):
                 yield block
     except Exception as error:  # each of gopen's openers raises its own types
-        shown, reason = _shown(url), f": {error}"
+        shown = _shown(url)
+        reason = f": {error}"
         if shown != url:  # the error repeats the URL
             status = _EXIT_STATUS.search(str(error))
             reason = "" if status is None else status[0]

@@ -23,7 +23,8 @@ from shardprep.errors import Refused, UsageError
 
 # How far logits may move, as a part of their standard deviation. Without a leak they repeat exactly, except
 # with experts: if other tokens change, their matrices have other sizes, and bfloat16 rounds by percents.
-NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
+NOISE = 1e-4
+NOISE_OF_EXPERTS = 0.02
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
 _ONE_TOKEN = "each document of the batch has one token, which has none before it; pass another batch"
 _NOTHING_BEFORE = "no token's logits depend on the tokens before it; check again after the first steps"
@@ -61,7 +62,8 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
         UsageError: no row has two known documents, each document has one token, no token's logits depend on
             earlier tokens, or the batch has ids that the model has no embeddings for.
     """
-    if reason := why_unchecked(model, batch, noise):
+    reason = why_unchecked(model, batch, noise)
+    if reason:
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)
 
 
@@ -99,7 +101,9 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     is_second = is_real & (positions == 1)
     has_second = bool(is_second.any())
     has_leak = torch.zeros_like(is_real)
-    largest, looks_back, num_changed = 0.0, False, 0
+    largest = 0.0
+    looks_back = False
+    num_changed = 0
     with _evaluated(model):
         before = _some_logits(model, fields)
         spread = before.std(-1).clamp_min(torch.finfo(before.dtype).tiny)
@@ -127,7 +131,8 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     if is_distributed:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     has_several, has_seconds, does_look_back, num_leaks, largest, num_changed = found.tolist()
-    name, num_tokens = type(inner).__name__, int(is_real.sum())
+    name = type(inner).__name__
+    num_tokens = int(is_real.sum())
     remedy = "loader.mask_documents(model)"
     if num_leaks:
         attention = getattr(getattr(inner, "config", None), "_attn_implementation", "of its own")

@@ -62,14 +62,16 @@ def split_for_context_parallel(
         if not moves_by_token(name, value, ids.shape):
             expected = f"a tensor of {list(ids.shape)}; boundaries other than 'transformers'"
             raise UsageError(found=f"{name}, which cannot be split over ranks", expected=expected)
-    if (labels := fields.get("labels")) is not None:
+    labels = fields.get("labels")
+    if labels is not None:
         is_ignored = labels == IGNORED
         if not is_ignored.all() and (is_ignored | (labels == ids)).all():
             found = "labels that equal input_ids, although the next token may be on another rank"
             raise UsageError(found=found, expected='a loader with targets="shifted"')
     if by == "document":
         return _split_documents(batch, fields, rank, size, multiple=2 * size if pad_documents else 1)
-    width, num_parts = ids.shape[1], 2 * size
+    width = ids.shape[1]
+    num_parts = 2 * size
     if width % num_parts:
         found = f"rows of {width} tokens, which {size} ranks would cut into {num_parts} equal parts"
         expected = f"a seq_len, or a pad_to_multiple_of, that is a multiple of {num_parts}; or by='document'"
@@ -124,7 +126,8 @@ def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int6
     sizes = part_size + np.concatenate([extra > 0, (extra > 1)[::-1]])  # [2 size, sequences]
     begins = np.cumsum(sizes, axis=0) - sizes
     own = [rank, 2 * size - 1 - rank]
-    part_sizes, begin = sizes[own].T.flatten(), begins[own].T.flatten()
+    part_sizes = sizes[own].T.flatten()
+    begin = begins[own].T.flatten()
     sequence = np.repeat(np.arange(len(lengths)).repeat(2), part_sizes)
     first = np.cumsum(part_sizes) - part_sizes
     return sequence, np.arange(len(sequence)) + np.repeat(begin - first, part_sizes)

@@ -35,7 +35,8 @@ def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockM
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    sees, segments = _mask_function(batch, window), batch["segment_ids"]
+    sees = _mask_function(batch, window)
+    segments = batch["segment_ids"]
     num_rows, seq_len = segments.shape
     return create_block_mask(sees, num_rows, None, seq_len, seq_len, device=str(segments.device))
 

@@ -30,13 +30,15 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     Raises:
         UsageError: a field has another type or shape, or no field says where documents begin.
     """
-    shape, names = batches[0]["input_ids"].shape, list(batches[0])
+    shape = batches[0]["input_ids"].shape
+    names = list(batches[0])
     for name in names:
         value = batches[0][name]
         if not moves_by_token(name, value, shape) or value.dtype != torch.int64:
             expected = f"an int64 tensor of {list(shape)}; of boundaries 'position_ids' or 'segment_ids'"
             raise UsageError(found=f"{name}, which cannot be exchanged by rows", expected=expected)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     rows = torch.cat([torch.stack([batch[name] for name in names], 1) for batch in batches])
     own_work = []
     for batch in batches:
@@ -48,16 +50,19 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     dist.all_gather(gathered, torch.cat(own_work), group=group)
     work = torch.cat(gathered).cpu().numpy()
     # Assign one row per rank at a time, by decreasing work; the first goes to the rank with the least work.
-    owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
+    owners = np.empty(len(work), np.int64)
+    totals = np.zeros(size, np.int64)
     for next_rows in np.argsort(-work, kind="stable").reshape(-1, size):
         ranks = np.argsort(totals, kind="stable")
         owners[next_rows] = ranks
         totals[ranks] += work[next_rows]
     # Each rank sends its rows sorted by owner, so they arrive in the order of their numbers.
-    new_owners, own = owners[rank * len(rows) : (rank + 1) * len(rows)], np.flatnonzero(owners == rank)
+    new_owners = owners[rank * len(rows) : (rank + 1) * len(rows)]
+    own = np.flatnonzero(owners == rank)
     num_sent = np.bincount(new_owners, minlength=size).tolist()
     num_received = np.bincount(own // len(rows), minlength=size).tolist()
-    received, outgoing = torch.empty_like(rows), rows[np.argsort(new_owners, kind="stable")]
+    received = torch.empty_like(rows)
+    outgoing = rows[np.argsort(new_owners, kind="stable")]
     dist.all_to_all_single(received, outgoing, num_received, num_sent, group=group)
     received = received[np.argsort(-work[own], kind="stable")]
     parts = (part.unbind(1) for part in received.split(shape[0]))

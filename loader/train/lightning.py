@@ -42,9 +42,11 @@ class LoaderCallback(_library.Callback):
         """Set Lightning's counts of batches to the step of the loader's state."""
         if not trainer.training:
             return
-        loader, loops = _loader_of(trainer), checkpoint["loops"]["fit_loop"]
+        loader = _loader_of(trainer)
+        loops = checkpoint["loops"]["fit_loop"]
         batches = loops["epoch_loop.batch_progress"]
-        current, total = batches["current"], batches["total"]
+        current = batches["current"]
+        total = batches["total"]
         trained = loader.progress.to_save
         if trained == loader.progress.delivered:
             # The optimizer's step is done, but Lightning may not have counted it: count it as completed.
@@ -55,7 +57,8 @@ class LoaderCallback(_library.Callback):
                 counts["processed"] = counts["ready"]
             return
         # The next batch is the first of a step. Lightning computes from its number where the step ends.
-        if difference := loader.run.batches_before(trained) - current["completed"]:
+        difference = loader.run.batches_before(trained) - current["completed"]
+        if difference:
             for counts in (current, total):
                 counts.update(dict.fromkeys(counts, counts["completed"] + difference))
             batches["is_last_batch"] = False

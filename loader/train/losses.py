@@ -92,7 +92,8 @@ class SourceLosses(_LossSums):
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, origins: torch.Tensor) -> None:
         """Add a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
-        logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
+        logits = logits[:, : logits.shape[1] - self._first]
+        labels = labels[:, self._first :]
         with torch.no_grad():  # row by row: a float32 copy of all logits may not fit into memory
             losses = [
                 cross_entropy(row_logits.float(), row_labels.to(row_logits.device), reduction="none")
@@ -132,7 +133,8 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
         found = f'a loader with targets="shifted" for {type(inner).__name__}, which shifts labels itself'
         raise UsageError(found=found, expected='targets="same"')
     losses = LossMean.of_loader(loader)
-    device, was_training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():

@@ -58,7 +58,8 @@ def set_up_training(
     is_loader = isinstance(loader, TokenLoader)
     tokenizer: Any = loader.tokenizer if is_loader else loader
     pad = choose_pad_token(tokenizer)
-    tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
+    tokenizer.padding_side = "right"
+    tokenizer.pad_token = pad.token
     if not is_loader:  # a loader has already logged it
         log_pad_token(pad, tokenizer.eos_token_id)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")

@@ -46,15 +46,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def stage(args: argparse.Namespace) -> int:
     """Copy a data set, and return the exit code: 0 if the copy is complete."""
-    source, path = args.input_shards, args.to
+    source = args.input_shards
+    path = args.to
     if files.size_of_file(source) is not None and not files.is_folder(source):
         expected = "the folder of a data set; copy other tars yourself and pass the copies to the loader"
         raise UsageError(path=source, found="not a folder", expected=expected)
     if path.resolve().is_relative_to(source.resolve()):
         raise UsageError.of_value("--to", str(path), f"a folder outside of {source}")
-    folder, target = DataFolder(source), DataFolder(path)
+    folder = DataFolder(source)
+    target = DataFolder(path)
     index = read_index(folder)
-    plan_id, num_shards = index.spec.plan_id, index.spec.num_shards
+    plan_id = index.spec.plan_id
+    num_shards = index.spec.num_shards
     manifests.refuse_other_plan(folder, plan_id)
     manifests.refuse_found(folder, manifests.read_findings(folder, plan_id), range(num_shards))
     target.make_folder()
@@ -93,7 +96,8 @@ def stage(args: argparse.Namespace) -> int:
         target.publish(names.INDEX_NAME, index.to_json())
     if not failures:
         _remove_mark(target)
-    num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
+    num_copied = len(missing) - len(failures)
+    num_kept = num_shards - len(missing)
     counts = f"{num_copied + num_kept} of {num_shards} shards: {num_copied} copied, {num_kept} kept"
     end = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
     print_lines(f"staged {counts}{end}")
@@ -169,7 +173,8 @@ def _copy_shard(folder: DataFolder, shard_id: int, target: DataFolder, progress:
         try:
             copied = target.publish_copy(name, folder, stamp)
         except files.NOT_THERE:
-            path, remedy = folder.path_of(name), commands.on("verify", folder)
+            path = folder.path_of(name)
+            remedy = commands.on("verify", folder)
             raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
         if copied != stamp:
             raise manifests.other_hash(folder, name, shard_id, copied.sha256, stamp)

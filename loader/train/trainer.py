@@ -67,7 +67,8 @@ class LoaderMixin(_Trainer):
         check_boundaries: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.train_loader, self.eval_loader = train_loader, eval_loader
+        self.train_loader = train_loader
+        self.eval_loader = eval_loader
         self._eval_loaders: Mapping[Any, Any] = {} if eval_loader is None else {None: eval_loader}
         if isinstance(eval_loader, Mapping):
             self._eval_loaders = eval_loader
@@ -81,7 +82,8 @@ class LoaderMixin(_Trainer):
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
             from datasets import Dataset
 
-            if (config := kwargs.get("args")) is None:
+            config = kwargs.get("args")
+            if config is None:
                 raise UsageError("TRL's trainers need args=SFTConfig(...), passed by name")
             # TRL's trainers inspect the data set and would tokenize it.
             config.dataset_kwargs = {**(config.dataset_kwargs or {}), "skip_prepare_dataset": True}
@@ -174,7 +176,8 @@ class LoaderMixin(_Trainer):
         if not isinstance(dataloader, TokenLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         mean = LossMean.of_loader(dataloader)
-        losses, training_losses = _Losses.for_loader(dataloader, mean), self._losses
+        losses = _Losses.for_loader(dataloader, mean)
+        training_losses = self._losses
         self._losses = losses  # for compute_loss
         try:
             output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
@@ -246,7 +249,8 @@ class LoaderEpochs:
     def begin(self, args: Any, global_step: int) -> int:
         """Start at ``global_step``, and return Trainer's ``max_steps``. Raises UsageError if none is left."""
         self.loader.return_to_trained()
-        run, first = self.loader.run, self.loader.progress.delivered.step
+        run = self.loader.run
+        first = self.loader.progress.delivered.step
         max_steps: int = args.max_steps
         if max_steps <= 0:
             part, num_epochs = math.modf(args.num_train_epochs)
@@ -255,7 +259,8 @@ class LoaderEpochs:
                 found = f"num_train_epochs={args.num_train_epochs:g} for a loader at {self.loader.epoch:g}"
                 raise UsageError(found=found, expected="more epochs, or max_steps")
             max_steps = global_step + max(end - first, 0)
-        self.global_step, self._is_finished = global_step, max_steps <= global_step
+        self.global_step = global_step
+        self._is_finished = max_steps <= global_step
         check_trainer_arguments(args, self.loader, max_steps - global_step)
         return max_steps
 
@@ -353,7 +358,8 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
         """Take the global step of the checkpoint, and follow the optimizer."""
-        self._epochs, self._state = objects["train_dataloader"], state
+        self._epochs = objects["train_dataloader"]
+        self._state = state
         if state.global_step < self._epochs.global_step:  # saved before Trainer had counted the last step
             state.global_step = self._epochs.global_step
             objects["lr_scheduler"].step()

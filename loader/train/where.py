@@ -182,7 +182,8 @@ def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     """Print the steps before the loader's position that saw blanked documents. Returns the exit code."""
-    run, num_steps = loader.run, loader.progress.delivered.step
+    run = loader.run
+    num_steps = loader.progress.delivered.step
     found = sorted(_steps_with_blanks(run, loader.samples, num_steps).items())
     if loader.progress.skips.num_left:
         say("note: the loop left epochs early by set_epoch; all their steps count as seen")
@@ -209,7 +210,8 @@ def _blanked_samples(shards: ShardSet) -> Int64s:
         shard_id = int(data.shard_ids[row])
         if shard_id not in remade.get(data.folder, ()):
             continue
-        records, num_tokens = [np.zeros(0, np.int64)], 0
+        records = [np.zeros(0, np.int64)]
+        num_tokens = 0
         blanks = [BLANK, blank_id(data.spec.tokenizer.vocab_size)]  # in JSON ids, and in binary ids
         with ShardSamples(data.folder, data.spec, shard_id) as shard:
             ends = np.cumsum(shard.records["num_tokens"])
@@ -229,14 +231,20 @@ class _MarkedSamples:
     row_tokens = 1
 
     def __init__(self, samples: Samples, blanked: Int64s, mark: int) -> None:
-        self._samples, self._mark = samples, mark
-        self._begins, self._ends = blanked, blanked + 1
-        self._width, self._size = 1, samples.num_samples  # of a sample, and of all
+        self._samples = samples
+        self._mark = mark
+        self._begins = blanked
+        self._ends = blanked + 1
+        # of a sample, and of all
+        self._width = 1
+        self._size = samples.num_samples
         if isinstance(samples, JoinedRows):
             # Rows are cut from a circular stream of tokens, in which a document is an interval.
-            self._width, self._size = samples.row_tokens, samples.num_offsets
+            self._width = samples.row_tokens
+            self._size = samples.num_offsets
             intervals = np.zeros((2, len(blanked)), np.int64)  # begins and ends
-            reader, shard_of = ShardReader(samples.shards), samples.shards.shard_of(blanked)
+            reader = ShardReader(samples.shards)
+            shard_of = samples.shards.shard_of(blanked)
             for number in np.unique(shard_of).tolist():
                 here = shard_of == number
                 sums = samples.first_token[number] + samples.ends(reader, number)

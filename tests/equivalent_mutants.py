@@ -38,7 +38,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 <= ids.min() < ids.max() < vocab_size)", SPEED),
         ("0 <= ids.min() <= ids.max() < vocab_size", "(0 < ids.min() <= ids.max() < vocab_size)", SPEED),
         ("not in (0, num_commas)", "not in ((1), num_commas)", SPEED),
-        ("else 1, out=begins", "else (2), out=begins", SPEED),
+        ("num_spaces else 1", "num_spaces else (2)", SPEED),
         ("_PAD = bytes(8)", "_PAD = bytes((9))", MEMORY),
         ("ends + 1) == _SPACE", "ends + (2)) == _SPACE", SPEED),
         ("ends_number[ends - 1]", "ends_number[(ends + 1)]", SPEED),

@@ -312,7 +312,8 @@ class StepBatches:
         if labels is None or labels.ndim != 2:
             return
         # A model that shifts labels does not predict the first token of a row.
-        if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
+        predicted = labels if self.shifts_targets else labels[:, 1:]
+        if predicted.eq(IGNORED).all() and not self._has_warned:
             self._has_warned = True
             problem = "a batch has no labels: its documents are blank, of one token, or without an assistant"
             logger.warning(f"{problem}. A mean over its labels is NaN: divide a sum by at least 1")

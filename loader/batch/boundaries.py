@@ -94,10 +94,11 @@ def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
     """Number the documents of the whole batch from 0: int64[batch, seq]. Known padding is -1."""
     starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     segments = batch.get("segment_ids")
+    positions = batch.get("position_ids")
     edges = batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))
     if segments is not None:
         starts[:, 1:] = segments.diff() != 0
-    elif (positions := batch.get("position_ids")) is not None:
+    elif positions is not None:
         starts |= positions == 0
     elif edges is not None:
         starts.view(-1)[edges[:-1].long()] = True

@@ -39,10 +39,12 @@ class RunReader:
         run = self._run
         round_: Round | None = None
         laid_out: Chunk | None = None  # the ticks of that round
-        for epoch in count(first_epoch) if endless else (first_epoch,):
-            first_tick = epoch * run.ticks_per_epoch
-            run_tick = first_tick + (tick if epoch == first_epoch else 0)  # counted through all epochs
-            end = first_tick + run.ticks_in(epoch)  # the ticks after it are not used
+        epochs = count(first_epoch) if endless else (first_epoch,)
+        for epoch in epochs:
+            run_tick = epoch * run.ticks_per_epoch  # counted through all epochs
+            end = run_tick + run.ticks_in(epoch)  # the ticks after it are not used
+            if epoch == first_epoch:
+                run_tick += tick
             while run_tick < end:
                 only = run.only_source_at(run_tick)
                 if only is not None:
@@ -54,8 +56,7 @@ class RunReader:
                     del chunk  # it may keep its window in memory while the next one is read
                     continue
                 if laid_out is None or round_ is None or not round_.first <= run_tick < round_.end:
-                    # frees the last round before reading
-                    laid_out = None
+                    laid_out = None  # frees the last round before reading
                     round_ = run.round_at(run_tick)
                     laid_out = self._lay_out(round_)
                 first = run_tick

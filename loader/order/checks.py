@@ -22,7 +22,8 @@ def whole_number(name: str, value: object, *, least: int, most: int | None = Non
 
 def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
     """Raise UsageError unless a global batch gives each rank equally many batches and slots."""
-    if global_batch_size % (step_samples := batch_size * world_size):
+    step_samples = batch_size * world_size
+    if global_batch_size % step_samples:
         expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
         raise UsageError.of_value("global_batch_size", global_batch_size, expected)
     num_slots, rest = divmod(global_batch_size, group)

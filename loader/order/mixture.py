@@ -37,7 +37,7 @@ from shardprep.errors import UsageError
 
 ROUND_TICKS = 64  # ticks
 CYCLE_TICKS = 1 << 16  # ticks
-# purposes of a hash, besides those in order.py
+# Purposes of a hash, besides those in order.py.
 _PATTERN = 6
 _SEED = 7
 _NEVER = 1 << 62  # the step and the tick at which the last stage ends
@@ -152,7 +152,8 @@ class Run:
 
     def __post_init__(self) -> None:
         largest = max(stage.global_batch_size for stage in self.stages)
-        if largest > (most := self.ticks_per_epoch * self.tick_samples):
+        most = self.ticks_per_epoch * self.tick_samples
+        if largest > most:
             found = f"a global batch of {largest} samples"
             raise UsageError(found=found, expected=f"at most {most}, the samples of an epoch")
 

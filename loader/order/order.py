@@ -43,7 +43,7 @@ MOST_BLOCK_BYTES = 1 << 20
 BLOCKS_PER_SLOT = 16  # at least, if there are enough samples: with fewer, slots would hardly mix
 GROUPED_SAMPLES = 8192  # most samples of a window sorted by length: more would need less padding, more memory
 GROUPED_BYTES = 64 << 20  # most bytes of such a window
-# purposes of a hash
+# Purposes of a hash, see the law.
 _ROTATE = 1
 _BLOCKS = 2
 _WINDOWS = 3

@@ -39,7 +39,9 @@ def choose_sizes(
 ) -> tuple[int, int, list[tuple[int, int]]]:
     """Return L, which divides all sizes, the samples per group, and the sizes by step."""
     name = "global_batch_size"
-    stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
+    if global_batch_size is None:
+        global_batch_size = batch_size * world_size
+    stages = _stages(name, global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
     given = int(group_by_length) * batch_size if isinstance(group_by_length, bool) else group_by_length
     group = whole_number("group_by_length", given, least=0) or 1
@@ -128,8 +130,8 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
     parts = []
     for mean, value in zip(means.values(), values, strict=True):
         # Exact fractions, with 0.1 as 1/10, so that proportional weights give equal shares to the last digit.
-        exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
-        parts.append(exact / Fraction(mean))
+        digits = int(value) if isinstance(value, Integral) else str(float(value))
+        parts.append(Fraction(digits) / Fraction(mean))
     shares = {name: float(part / sum(parts)) for name, part in zip(means, parts, strict=True)}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE_TICKS:

@@ -190,10 +190,12 @@ def _position_of(saved: SavedState, run: Run, layout: Mapping[str, int]) -> Posi
         found = f"a state from within a step (num_micro {saved.num_micro}) with {saved.layout}"
         expected = f"a state saved after the optimizer's step, or those sizes, not {dict(layout)}"
         raise UsageError(found=found, expected=expected)
-    if saved.step >= (num_steps := run.steps_in(saved.epoch)):
+    num_steps = run.steps_in(saved.epoch)
+    if saved.step >= num_steps:
         raise damaged_state(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
-    if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
+    num_batches = run.batches_in_step(position.step)
+    if saved.num_micro >= num_batches:
         raise UsageError(found=f"a state with num_micro {saved.num_micro}", expected=f"below {num_batches}")
     if saved.since > position.step:
         raise damaged_state(f"since is {saved.since}", f"at most {position.step}, its step")

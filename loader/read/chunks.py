@@ -86,7 +86,9 @@ class Ragged:
         if self.is_joined:
             return self
         flat = self._gathered((slice(None), slice(None))).astype(np.int32, copy=False)
-        return Ragged.of_joined(flat.reshape(-1) if self.width else flat, self.counts, self.width)
+        if self.width:
+            flat = flat.reshape(-1)
+        return Ragged.of_joined(flat, self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
         """Return some samples of a tick, as rows or one after another: a copy or a view."""
@@ -170,8 +172,11 @@ class Chunk:
         """Return the edges of all rows, tick by tick, and each row's first edge. An edge takes 15 ns."""
         assert self.documents is not None
         documents = self.documents.joined()
-        counts, (numbers,) = documents.counts.T.reshape(-1), documents.flats
-        places = numbers[:, ORIGIN.index("place") if numbers.shape[1] > 1 else 0]
+        counts = documents.counts.T.reshape(-1)
+        # numbers: int32[documents, 1 or len(ORIGIN)]
+        (numbers,) = documents.flats
+        column = ORIGIN.index("place") if numbers.shape[1] > 1 else 0
+        places = numbers[:, column]
         lengths: Int32s = self.lengths.T.reshape(-1)
         edges = Edges.of_rows(places, counts, lengths, self.ids.width)
         bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.ids.width)

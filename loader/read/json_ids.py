@@ -48,7 +48,8 @@ def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
     num_before = np.searchsorted(number_ends, ends)  # numbers up to the end of each text
     counts = np.diff(num_before, prepend=0)
     begins = np.empty_like(number_ends)  # the first byte of each number
-    np.add(number_ends[:-1], 2 if num_spaces else 1, out=begins[1:])
+    separator_bytes = 2 if num_spaces else 1
+    np.add(number_ends[:-1], separator_bytes, out=begins[1:])
     begins[(num_before - counts)[has_numbers]] = starts[has_numbers] + 1
     digits = number_ends - begins
     if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:
@@ -105,7 +106,9 @@ def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
         if (data.dtype[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
             found = parse_id_lists([memory[start : start + size] for start, size in spans])
-        parts.append(_decode_one_by_one(data, part) if found is None else found)
+        if found is None:
+            found = _decode_one_by_one(data, part)
+        parts.append(found)
     lengths, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
     expected = data.num_tokens[rows]
     wrong = np.flatnonzero((lengths != expected) & (expected >= 0))

@@ -64,7 +64,8 @@ class OpenShard:
                 if idx.num_samples != expected:
                     found = f"{idx.num_samples} samples"
                     raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
-                self.dtype = TOKEN_DTYPES.index(None if part.spec.kind == "json" else part.spec.dtype)
+                dtype = None if part.spec.kind == "json" else part.spec.dtype
+                self.dtype = TOKEN_DTYPES.index(dtype)
                 if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
                     self._records = idx.read(slice(0, idx.num_samples))
                     self._idx = None

@@ -120,7 +120,8 @@ class PackedRows(Samples):
         if differs.any():
             raise data.broken(int(differs.argmax()), "ids of another width than other rows")
         # Ids of 4 bytes become signed, since masks set the sign bit (NO_LABEL).
-        dtype = np.dtype("<i4" if TOKEN_DTYPES[data.dtype[0]] == np.dtype("<u4") else "<u2")
+        is_wide = TOKEN_DTYPES[data.dtype[0]] == np.dtype("<u4")
+        dtype = np.dtype("<i4") if is_wide else np.dtype("<u2")
         flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
         ids = Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, self.row_tokens)
         if self.shards.blank_id not in (None, BLANK):  # in 2-byte ids it is 65535

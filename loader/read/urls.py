@@ -103,7 +103,8 @@ def _shown(url: str) -> str:
     if url.startswith("pipe:"):
         return f"{url.split(maxsplit=1)[0]} ..."
     place, mark, _ = url.partition("?")
-    return _USER.sub(r"\1", place.partition("#")[0]) + ("?..." if mark else "")
+    query = "?..." if mark else ""
+    return _USER.sub(r"\1", place.partition("#")[0]) + query
 
 
 def _digits(url: str) -> str:

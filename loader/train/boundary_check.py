@@ -81,7 +81,10 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     if "input_ids" not in fields:
         raise UsageError(found=f"a batch of {sorted(fields)}", expected="input_ids, by that name")
     ids = fields["input_ids"]
-    numbers = document_numbers(batch if documents is None else documents).to(ids.device)
+    if documents is None:
+        documents = batch
+    # numbers: int64[batch, seq], of documents in the whole batch; padding is -1
+    numbers = document_numbers(documents).to(ids.device)
     has_two = bool(((numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] >= 0)).any())
     is_distributed = dist.is_available() and dist.is_initialized()
     inner = unwrapped(model)
@@ -204,7 +207,9 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     """Return every n-th logit, float32[batch, seq, at most 1023], since all of them take gigabytes."""
     device = batch["input_ids"].device
     is_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
+    devices = [] if is_cpu else [device]
+    device_type = "cuda" if is_cpu else device.type
+    with torch.random.fork_rng(devices, device_type=device_type):
         output = model(**batch)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:

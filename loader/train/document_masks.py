@@ -22,7 +22,8 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
     without segment_ids. For transformers models call ``mask_documents`` instead: they use a given mask
     unchanged, without the windows of their layers.
     """
-    sees, (rows, seq_len) = _mask_function(batch, window), batch["segment_ids"].shape
+    sees = _mask_function(batch, window)
+    rows, seq_len = batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
     row = torch.arange(rows, device=places.device)[:, None, None, None]
     return sees(row, row, places[:, None], places)

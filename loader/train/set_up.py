@@ -62,7 +62,8 @@ def set_up_training(
     tokenizer.pad_token = pad.token
     if not is_loader:  # a loader has already logged it
         log_pad_token(pad, tokenizer.eos_token_id)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    precision = "high" if tf32 else "highest"
+    torch.set_float32_matmul_precision(precision)
     if num_threads is None:
         given = os.environ.get("OMP_NUM_THREADS", "")
         is_guess = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks

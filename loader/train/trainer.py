@@ -184,7 +184,8 @@ class LoaderMixin(_Trainer):
         finally:
             self._losses = training_losses
         prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
-        if not math.isnan(loss := mean.mean()):  # NaN if the user's own compute_loss counts no labels
+        loss = mean.mean()
+        if not math.isnan(loss):  # NaN if the user's own compute_loss counts no labels
             output.metrics[prefix] = loss
         output.metrics.update(losses.source_means(prefix))
         return output
@@ -224,7 +225,8 @@ class _Losses(NamedTuple):
 
     @staticmethod
     def for_loader(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
-        return _Losses(loader, mean, SourceLosses.of_loader(loader) if loader.step_batches.origins else None)
+        by_source = SourceLosses.of_loader(loader) if loader.step_batches.origins else None
+        return _Losses(loader, mean, by_source)
 
     def source_means(self, prefix: str) -> dict[str, float]:
         """Return the means by ``PREFIX/SOURCE`` for sources that have labels, and reset the sums."""
@@ -279,7 +281,8 @@ class LoaderEpochs:
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
     """Raise UsageError unless the TrainingArguments make the loader's next global batches."""
-    run, (step, num_micro) = loader.run, loader.progress.delivered
+    run = loader.run
+    step, num_micro = loader.progress.delivered
     if num_micro:
         again = f"train_loader.load_state_dict(train_loader.state_at({step}))"
         expected = f"a state that was saved after the optimizer's step, or {again}"

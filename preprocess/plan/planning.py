@@ -112,6 +112,8 @@ def make_plan(
         resolved = resolve_tokenizer(
             config.model_id, scratch, allow_special_tokens=allow, for_fast_engine=tries_fast
         )
+        if resolved.alteration:
+            say(f"warning: {resolved.alteration}")
         if config.append_eos and resolved.spec.eos_token_id is None:
             found = "a tokenizer without eos_token, so documents cannot end with one"
             expected, remedy = "eos_token in its tokenizer_config.json, or --no-append_eos", "--no-append_eos"

@@ -62,6 +62,7 @@ class TokenizerFacts:
     probe: list[str]
     probe_sha256: Digest  # of the ids of the probe
     saved: Files  # files that tasks and training load
+    alteration: str  # a warning if transformers gives other ids than the model's tokenizer.json, else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def resolve_tokenizer(
     source, name = Path(model_id), model_id
     if not os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = find_on_hub(model_id)
-    given, entry, facts = read_files(source), None, None
+    given, entry, facts, loaded_as = read_files(source), None, None, ""
     if given is not None:
         versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
         depends_on = versions, allow_special_tokens, for_fast_engine, sorted(_stamps_of(given).items())
@@ -135,7 +136,7 @@ def resolve_tokenizer(
     elif given is not None and (plain := plain_files(given, model_id)) is not None:
         saved, tokenizer = plain
     else:
-        saved, tokenizer = _saved_by_transformers(name, folder, given)
+        saved, tokenizer, loaded_as = _saved_by_transformers(name, folder, given)
     engine = engines.reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
     if facts is None:
         data = _json_object(saved, TOKENIZER_FILE)
@@ -151,7 +152,18 @@ def resolve_tokenizer(
             saved[names.FAST_TOKENIZER_FILE] = shorter
         probe = engines.probe_texts(data)
         probe_sha256 = engines.ids_sha256([engine.encode(Texts.of_strings(probe))])
-        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, saved=saved)
+        alteration = ""
+        if loaded_as:
+            alteration = alteration_by(
+                loaded_as,
+                engine,
+                saved[TOKENIZER_FILE],
+                source / TOKENIZER_FILE,
+                allow_special_tokens=allow_special_tokens,
+            )
+        facts = TokenizerFacts(
+            spec=spec, probe=probe, probe_sha256=probe_sha256, saved=saved, alteration=alteration
+        )
         if entry is not None:
             content = msgspec.msgpack.encode(facts)
             with contextlib.suppress(OSError, ShardprepError):
@@ -167,10 +179,45 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     return vocab
 
 
-def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tuple[Files, ForeignTokenizer]:
-    """Let transformers load and save a tokenizer. Returns the saved files, and the tokenizer in them."""
+def alteration_by(
+    kind: str, engine: engines.Engine, saved: bytes, path: Path, *, allow_special_tokens: bool
+) -> str:
+    """Return a warning if a class of transformers gives other ids than the tokenizer.json at ``path``.
+
+    Some classes build their own splitter, normalizer or post-processor and take only the vocabulary of the
+    file. The ids of shards are those of transformers. Programs that use the file alone, such as tokenizers
+    and vLLM, get others. ``engine`` and ``saved`` are the tokenizer of transformers. Takes 2 s for 128,000
+    tokens.
+    """
+    texts = [*engines.probe_texts(split_tokenizer(saved)[0]), *engines.gate_texts(saved)]
     try:
-        call_in_child(save_tokenizer, name, folder)
+        alone = engines.load_tokenizer(path)
+        reference = engines.reference_engine(alone, allow_special_tokens=allow_special_tokens, name=str(path))
+        own = reference.encode(Texts.of_strings(texts)).documents()
+    except (*files.NOT_THERE, errors.ReadWriteError, errors.BadInput):
+        return ""  # the file alone is of no use to anybody
+    loaded = engine.encode(Texts.of_strings(texts)).documents()
+    differing = []
+    for text, ids, own_ids in zip(texts, loaded, own, strict=True):
+        if ids.tolist() != own_ids.tolist():
+            differing.append(text)
+    if not differing:
+        return ""
+    return (
+        f"transformers loads this tokenizer as a {kind}, which gives other ids than its tokenizer.json alone "
+        f"for {len(differing)} of {len(texts)} sample texts, such as {differing[0][:40]!r}. The shards get "
+        "the ids of transformers, as AutoTokenizer gives them. If the model was trained with tokenizer.json "
+        'alone, plan with a copy of its folder that has "tokenizer_class": "PreTrainedTokenizerFast" in '
+        f"{TOKENIZER_CONFIG}"
+    )
+
+
+def _saved_by_transformers(
+    name: str, folder: Path, given: Files | None
+) -> tuple[Files, ForeignTokenizer, str]:
+    """Let transformers load and save a tokenizer. Returns the saved files, the tokenizer, and its class."""
+    try:
+        kind = call_in_child(save_tokenizer, name, folder)
     except ChildEnded as error:
         if error.exit_code in (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV):
             found = f"a tokenizer that ends its process ({error})"
@@ -186,7 +233,7 @@ def _saved_by_transformers(name: str, folder: Path, given: Files | None) -> tupl
     if lost := [role for role in wanted if wanted[role] and not left[role]]:
         found = f"a {TOKENIZER_CONFIG} in which transformers found no {', '.join(lost)}; run this again"
         raise errors.ReadWriteError(path=name, found=found)
-    return saved, engines.load_tokenizer(folder / TOKENIZER_FILE)
+    return saved, engines.load_tokenizer(folder / TOKENIZER_FILE), kind
 
 
 def _stamps_of(contents: Files) -> dict[str, FileStamp]:
@@ -295,8 +342,10 @@ def _json_object(contents: Files, name: str) -> dict[str, Any]:
     return data
 
 
-def save_tokenizer(model_id: str, folder: Path) -> None:
+def save_tokenizer(model_id: str, folder: Path) -> str:
     """Save a model's tokenizer with transformers, so that it loads from ``folder`` unchanged.
+
+    Returns the class as which transformers loaded it.
 
     transformers may load another tokenizer from the files that it saved, because it builds those of many
     classes from the vocabulary each time. So the saved configuration names the class that takes
@@ -346,6 +395,7 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
     if wrong:
         expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of it"
         raise errors.UsageError(path=model_id, found=f"a {kind}, {wrong}", expected=expected)
+    return kind
 
 
 def _auto_tokenizer(model_id: str) -> Any:

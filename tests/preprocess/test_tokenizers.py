@@ -156,11 +156,17 @@ def test_even_a_plain_tokenizer_is_loaded_by_an_unknown_version_of_transformers(
 def test_a_second_plan_uses_the_cached_tokenizer_but_not_a_damaged_entry(
     world: World, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    config(mask_token="<|mask|>")(world.tokenizer)
-    first = world.plan(num_shards=1).plan_json()
+    """It repeats the warning that transformers gives other ids than tokenizer.json."""
+    config(tokenizer_class="GPT2Tokenizer", add_prefix_space=True)(world.tokenizer)
+    told = world.try_plan(num_shards=1).ends(0).text
     request.getfixturevalue("no_process")
     again = World(tmp_path / "again", tokenizer=world.tokenizer, raw_dir=world.raw_dir)
-    assert again.plan(num_shards=1).plan_json() == first
+    told_again = again.try_plan(num_shards=1).ends(0).text
+    assert again.plan_json() == world.plan_json()
+    warnings = [
+        [line for line in text.splitlines() if "GPT2Tokenizer" in line] for text in (told, told_again)
+    ]
+    assert warnings[0] == warnings[1] != []
     for path in [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]:
         intact = path.read_bytes()
         path.write_bytes(intact[:9] + bytes([intact[9] ^ 1]) + intact[10:])
@@ -268,6 +274,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2Tokenizer, with a space before": (
         "bytes", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, "add_bos_token": True}
     ),
+    "GPT2Tokenizer, over another splitter": ("bytes, split", {"tokenizer_class": "GPT2Tokenizer"}),
 }  # fmt: skip
 
 
@@ -285,9 +292,23 @@ def test_the_tokenizer_of_a_data_set_loads_as_the_one_that_made_its_shards(tmp_p
     rng, parts = random.Random(7), ["hello", " ", "moon", "<think>", "one", ",", "don't", "안녕", "바다"]
     parts += ["e\u0301", "ＡＢ", "½", "▁", "\u200b", " ", "hello wor", "한", "👩‍👧"]
     lines = sorted({"".join(rng.choices(parts, k=9)).strip() for _ in range(300)})
-    world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(lines)}).make(num_shards=1)
+    world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(lines)})
+    told = world.try_plan(num_shards=1).ends(0).text
+    world.run(0).verify()
     expected = AutoTokenizer.from_pretrained(str(model))
     ids = expected(lines)["input_ids"]
+    # Whoever uses tokenizer.json alone may get other ids: plan says so, and what to do.
+    own_ids = [
+        encoding.ids for encoding in Tokenizer.from_file(str(model / "tokenizer.json")).encode_batch(lines)
+    ]
+    assert ("tokenizer.json alone" in told) == (ids != own_ids)
+    if ids != own_ids:
+        assert str(values["tokenizer_class"]) in told
+        edit(model / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+        shutil.rmtree(model / "additional_chat_templates")
+        plain = World(tmp_path / "plain", tokenizer=model, raw_dir=world.raw_dir)
+        assert "tokenizer.json alone" not in plain.try_plan(num_shards=1).text
+        assert [made for _, _, made in plain.run(0).documents()] == own_ids
     assert [(text, made) for _, text, made in world.documents()] == list(zip(lines, ids, strict=True))
     with world.loader(batch_size=2) as loader:
         loaded = loader.tokenizer

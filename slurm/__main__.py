@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardprep.command_line import Command, Program, add_flags_of, given_words, real_path
-from shardprep.format.jobs import JobRequest
+from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, real_path
+from slurm.commands import megabytes_of, minutes_of
+from slurm.request import JobRequest, SendOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +39,6 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 
 def minutes(text: str) -> int:
     """Parse minutes, or a time as Slurm writes it."""
-    from slurm.commands import minutes_of  # takes time to import
-
     with contextlib.suppress(ValueError):
         return int(text)
     number = minutes_of(text)
@@ -50,8 +49,6 @@ def minutes(text: str) -> int:
 
 def gigabytes(text: str) -> float:
     """Parse GB, or a size as Slurm writes it, such as 4000M or 4G."""
-    from slurm.commands import megabytes_of
-
     try:
         return float(text)
     except ValueError:
@@ -102,22 +99,64 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/json.md")
 
 
-# Modules are named, not imported, so that a command loads only what it needs.
+# Each command imports only what it needs.
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from slurm.submit import submit
+
+    return submit(args.output_dir, _send_options(args), given_of(args, JobRequest))
+
+
+def _retry(args: argparse.Namespace) -> int:
+    from slurm.retry import retry
+
+    return retry(args.output_dir, _send_options(args), given_of(args, JobRequest))
+
+
+def _send_options(args: argparse.Namespace) -> SendOptions:
+    return SendOptions(**given_of(args, SendOptions))
+
+
+def _status(args: argparse.Namespace) -> int:
+    from slurm.status import status
+
+    return status(args.output_dir, watches=args.watch, is_json=args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from slurm.report import report
+
+    return report(args.output_dir, args.output, is_json=args.json)
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from slurm.cancel import cancel
+
+    return cancel(args.output_dir, args.shards)
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from slurm.logs import logs
+
+    return logs(args.output_dir, args.shard_id)
+
+
 _COMMANDS = (
-    ("submit", "submit the missing shards, and a verify job after them", _add_submit, "submit"),
-    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "retry"),
-    ("status", "show the state of every shard, and why shards failed", _add_status, "status"),
-    ("report", "write an HTML page: what the data set contains, how to make it again", _add_report, "report"),
-    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "cancel"),
-    ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, "logs"),
+    ("submit", "submit the missing shards, and a verify job after them", _add_submit, _submit),
+    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, _retry),
+    ("status", "show the state of every shard, and why shards failed", _add_status, _status),
+    ("report", "write an HTML page: what the data set contains, how to make it again", _add_report, _report),
+    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, _cancel),
+    ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, _logs),
 )
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
     dashed_values=("--sbatch_args", "--controller_args", "--worker_args", "--srun_args"),
     commands={
-        name: Command(summary=summary, add_flags=add_flags, run=f"slurm.{module}:{name}")
-        for name, summary, add_flags, module in _COMMANDS
+        name: Command(summary=summary, add_flags=add_flags, run=run)
+        for name, summary, add_flags, run in _COMMANDS
     },
 )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from pathlib import Path
 
 from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import UsageError
@@ -16,19 +16,19 @@ from slurm.own import live_attempts, others_with_jobs, own_records
 from slurm.state import DatasetState, find_state
 
 
-def cancel(args: argparse.Namespace) -> int:
+def cancel(folder: Path, shards: str | None) -> int:
     """Cancel every waiting or running job of a data set: ``cancel DATA``. Finished shards stay.
 
     Only jobs of this user's own records, or with a name that only this data set's jobs have.
     """
-    state = find_state(args.output_dir, need_plan(DataFolder(args.output_dir)))
+    state = find_state(folder, need_plan(DataFolder(folder)))
     own = own_records(state)
     others = others_with_jobs(state)
-    if args.shards is None:
+    if shards is None:
         # Controllers first: one that runs would send the cancelled shards again.
         jobs = [*own.controllers, *own.unrecorded, *own.live_job_ids()]
     else:
-        chosen = _tasks_of_shards(args, state)
+        chosen = _tasks_of_shards(shards, state)
         jobs = [task for task in chosen if task.partition("_")[0] not in others]
         others = {task: others[task.partition("_")[0]] for task in chosen if task not in jobs}
     if jobs:
@@ -38,8 +38,8 @@ def cancel(args: argparse.Namespace) -> int:
         if here := next((each for each in (job_id, task) if each in jobs), None):
             say(f"warning: this command runs in job {here}, which it cancels, too: {', '.join(jobs)}")
         run_slurm("scancel", *jobs)
-        job_files.append_event(DataFolder(args.output_dir), "cancel", jobs=jobs, shards=args.shards)
-    if state.queue.foreign and args.shards is None:
+        job_files.append_event(DataFolder(folder), "cancel", jobs=jobs, shards=shards)
+    if state.queue.foreign and shards is None:
         ids = " ".join(state.queue.foreign)
         say(f"not cancelled: jobs of the folder that this one was copied from; for them type: scancel {ids}")
     if others:
@@ -48,7 +48,7 @@ def cancel(args: argparse.Namespace) -> int:
         done = f"cancelled: {', '.join(jobs) or 'none'}"
         expected = "that user or an administrator to cancel them"
         raise SlurmRefused(found=f"{found}; {done}", expected=expected)
-    nothing = "nothing is queued" if args.shards is None else "none of these shards is queued"
+    nothing = "nothing is queued" if shards is None else "none of these shards is queued"
     print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
     if not_visible := state.ids("not visible"):
         named_ids = shards_text(id_ranges(not_visible))
@@ -56,9 +56,9 @@ def cancel(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
+def _tasks_of_shards(shards: str, state: DatasetState) -> list[str]:
     """Return the tasks that make the shards of --shards. Raises UsageError if a task makes others, too."""
-    wanted = chosen_shards(state.plan.num_shards, args.shards) or set()
+    wanted = chosen_shards(state.plan.num_shards, shards) or set()
     chosen = {}
     for shard_id in wanted:
         for each in live_attempts(state.shards[shard_id]):
@@ -66,5 +66,5 @@ def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]
     for task, each in chosen.items():
         if not wanted.issuperset(each.shards):
             expected = f"all shards of task {task}: {shards_text(id_ranges(each.shards))}"
-            raise UsageError(found=f"--shards {args.shards}", expected=expected)
+            raise UsageError(found=f"--shards {shards}", expected=expected)
     return sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))

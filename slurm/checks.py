@@ -10,12 +10,12 @@ from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
 from shardprep.format import commands
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
-from shardprep.format.jobs import JobRequest
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from slurm.commands import SlurmRefused
 from slurm.fit import Site
 from slurm.own import own_records
+from slurm.request import JobRequest
 from slurm.state import DatasetState
 
 

@@ -7,7 +7,6 @@ only a person can fix.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -17,7 +16,6 @@ from shardprep.console import counted, print_lines, say, shards_text
 from shardprep.errors import ReadWriteError
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.jobs import JobRequest
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.processes import run_shardprep, shardprep_command
 from slurm.causes import remedy_of
@@ -26,6 +24,7 @@ from slurm.fit import CONTROLLER_JOB, Site, Tester, controller_request, options_
 from slurm.limits import Limits
 from slurm.own import own_records, why_not_retried
 from slurm.queue import CONTROL, job_name_prefix
+from slurm.request import JobRequest, SendOptions
 from slurm.sbatch import parse_job, submit_script
 from slurm.scripts import script_head
 from slurm.state import DatasetState
@@ -33,14 +32,12 @@ from slurm.state import DatasetState
 CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"
 
 
-def controller_script(
-    args: argparse.Namespace, state: DatasetState, request: JobRequest, limits: Limits
-) -> str:
+def controller_script(options: SendOptions, state: DatasetState, request: JobRequest, limits: Limits) -> str:
     """Render the controller's script. It runs outside of any container, because it needs Slurm's commands."""
-    flags: list[object] = ["--round", (args.round or 1) + 1 if args.command == "retry" else 1]
+    flags: list[object] = ["--round", options.next_round]
     for name in ("shards", "shards_per_task"):
-        if getattr(args, name, None) is not None:
-            flags += [f"--{name}", getattr(args, name)]
+        if getattr(options, name) is not None:
+            flags += [f"--{name}", getattr(options, name)]
     words = shlex.join(shardprep_command("retry", state.folder, "--until_done", *flags))
     small = controller_request(request, limits, sum(state.plan.shard_bytes()))  # it may verify, too
     name = f"{job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
@@ -49,7 +46,7 @@ def controller_script(
     return "\n".join([*lines, f"exec {words}", ""])
 
 
-def submit_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
+def submit_controller(options: SendOptions, state: DatasetState, request: JobRequest) -> None:
     """Submit a controller that starts after the queued jobs, unless there is one already."""
     if others := other_controllers(state):
         print_lines(f"job {others[0]} already waits to send failed shards again (--until_done)")
@@ -58,7 +55,7 @@ def submit_controller(args: argparse.Namespace, state: DatasetState, request: Jo
     job_ids = [each for each in state.jobs_to_wait_for() if each not in controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     limits = Site(state, is_needed=True).limits(request)
-    script = controller_script(args, state, request, limits)
+    script = controller_script(options, state, request, limits)
     small = controller_request(request, limits, sum(state.plan.shard_bytes()))
 
     def submit_it() -> str:
@@ -67,7 +64,7 @@ def submit_controller(args: argparse.Namespace, state: DatasetState, request: Jo
 
     job_id = ask_patiently(submit_it, only=SlurmFull)
     record_controller(state.folder, job_id)
-    job_files.append_event(DataFolder(state.folder), args.command, jobs=job_ids, controller=job_id)
+    job_files.append_event(DataFolder(state.folder), options.command, jobs=job_ids, controller=job_id)
     print_lines(f"job {job_id}: {CONTROLLER_TEXT}")
 
 
@@ -86,7 +83,7 @@ def other_controllers(state: DatasetState) -> list[str]:
     return [each for each in own_records(state).controllers if each != this_job]
 
 
-def why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
+def why_not_verified(options: SendOptions, state: DatasetState) -> str:
     """Verify the data set if all its shards are made. Return why it is not verified, or ""."""
     if state.is_verified:
         return ""
@@ -99,10 +96,10 @@ def why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
         why = why_not_retried(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
-    wanted = chosen_shards(state.plan.num_shards, args.shards)
-    if wanted is not None and not missing & wanted:
+    wanted = chosen_shards(state.plan.num_shards, options.shards)
+    if options.shards is not None and wanted is not None and not missing & wanted:
         others = shards_text(id_ranges(missing))
-        words.append(f"{shards_text(args.shards)} are made, as asked for; {others} are not")
+        words.append(f"{shards_text(options.shards)} are made, as asked for; {others} are not")
     return "; ".join(words) or "shards are missing, and jobs that are not visible here may be making them"
 
 

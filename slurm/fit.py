@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shardprep.console import say
-from shardprep.format.jobs import JobRequest
 from slurm.commands import SlurmAway, SlurmRefused, run_slurm
 from slurm.limits import Limit, Limits, find_limits
+from slurm.request import JobRequest
 from slurm.state import DatasetState
 
 CONTROLLER_MEM_GB = 1.0

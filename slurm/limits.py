@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardprep.format.jobs import JobRequest, user_name
+from shardprep.format.jobs import user_name
 from slurm.commands import SlurmAway, SlurmRefused, megabytes_of, minutes_of, read_config, slurm_answer
+from slurm.request import JobRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -14,13 +13,13 @@ from slurm.causes import last_lines, log_tail, remedy_of
 from slurm.state import find_state
 
 
-def logs(args: argparse.Namespace) -> int:
+def logs(folder: Path, shard_id: int) -> int:
     """Print the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
-    plan, shard_id = need_plan(DataFolder(args.output_dir)), args.shard_id
+    plan = need_plan(DataFolder(folder))
     if not 0 <= shard_id < plan.num_shards:
         expected = f"0 to {plan.num_shards - 1}, as the plan has {plan.num_shards} shards"
         raise NotFound(found=f"shard {shard_id}", expected=expected)
-    state = find_state(args.output_dir, plan, needs_slurm=False)
+    state = find_state(folder, plan, needs_slurm=False)
     shard = state.shards[shard_id]
     lines = [f"shard {shard_id:05d}: {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
     if shard.state == "not visible":

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardprep.format.jobs import AttemptRecord, JobRequest, Submission, user_name
+from shardprep.format.jobs import AttemptRecord, Submission, user_name
 from slurm.causes import BAD_INPUT
 from slurm.queue import Job
+from slurm.request import JobRequest, request_of
 from slurm.state import Attempt, DatasetState, Shard
 
 _MAX_ATTEMPTS = 3  # that fail in the same way
@@ -24,6 +25,7 @@ class OwnRecords:
     """This user's own records of a data set."""
 
     submissions: list[Submission]  # oldest first
+    newest_request: JobRequest | None  # of the newest submission
     newest_of_others: Submission | None  # only for messages
     plain_attempts: list[AttemptRecord]  # at shards, by tasks of plain sbatch; oldest first
     jobs: list[Job]  # recorded ones that wait or run
@@ -43,6 +45,7 @@ def own_records(state: DatasetState) -> OwnRecords:
     plain = [each for each in state.records.own if each.is_own and each.job_id not in ("", *recorded)]
     return OwnRecords(
         submissions=sent,
+        newest_request=request_of(sent[-1].arrays[0]) if sent else None,
         newest_of_others=next((each for each in reversed(state.submissions) if not each.is_own), None),
         plain_attempts=[each for each in plain if each.num_cpus],
         # A job of this user is in the queue only by an own record, see ``find_queue``.
@@ -89,7 +92,7 @@ def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = F
         num_same += 1
         if attempt.is_typed:
             typed_job = job_id
-    before = last.array.request if last.array else JobRequest()
+    before = last.request or JobRequest()
     changed = {name for name, value in changes.items() if getattr(before, name) != value}
     if cause == BAD_INPUT and "worker_args" not in changed:
         return "the same input fails in the same way"

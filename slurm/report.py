@@ -5,7 +5,6 @@ Reads every manifest and no shard: 10,000 take some 5 s of CPU.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import dataclasses
 import datetime
@@ -44,9 +43,9 @@ _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
 
-def report(args: argparse.Namespace) -> int:
+def report(folder: Path, output: Path | None, *, is_json: bool) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
-    folder = args.output_dir.absolute()
+    folder = folder.absolute()
     plan, manifests = need_plan(DataFolder(folder)), dict[int, Manifest]()
     progress = console.Progress("reading manifests", plan.num_shards, unit="shards")
 
@@ -57,11 +56,11 @@ def report(args: argparse.Namespace) -> int:
     state = find_state(folder, plan, needs_slurm=False, see=keep)
     progress.add(plan.num_shards - len(manifests))
     data = _without_secrets(report_data(state, [manifests[shard_id] for shard_id in state.made.done]))
-    lines = [json.dumps(data)] if args.json else page_lines(data)
-    if args.json and args.output is None:
+    lines = [json.dumps(data)] if is_json else page_lines(data)
+    if is_json and output is None:
         print_lines(*lines)
         return 0
-    output = args.output or Path("report.html")
+    output = output or Path("report.html")
     refuse_foreign_file(output, _REPORT_BEGINS)
     publish_bytes(output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {output}")

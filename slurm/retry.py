@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
 from shardprep.format import commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.jobs import JobRequest, Submission
+from shardprep.format.jobs import Submission
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
 from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
@@ -22,64 +22,61 @@ from slurm.commands import REQUEST_VARIABLES, ask_patiently, minutes_of
 from slurm.controller import finish, submit_controller, why_not_verified
 from slurm.fit import Site, more_memory, more_time
 from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
+from slurm.request import JobRequest, SendOptions, request_of, with_variables
 from slurm.send import Groups, send_groups
 from slurm.state import DatasetState, Shard, find_state
 from slurm.status import wait_for_jobs
-from slurm.submit import with_variables
 
 _MAX_ROUNDS = 5  # times that --until_done sends failed shards again
 _LATE_KILL_MIN = 2  # Slurm checks time limits every 30 s, and then waits for the task to end
 
 
-def retry(args: argparse.Namespace) -> int:
+def retry(folder: Path, options: SendOptions, flags: Mapping[str, Any]) -> int:
     """Send failed shards again, with more memory or time if that ran out: ``retry DATA``."""
     try:
-        return _retry(args)
+        return _retry(folder, options, with_variables(flags))
     except ShardprepError as error:
-        if args.until_done and not args.dry_run:
-            job_files.append_event(DataFolder(args.output_dir), "stopped", why=str(error))
+        if options.until_done and not options.dry_run:
+            job_files.append_event(DataFolder(folder), "stopped", why=str(error))
         raise
 
 
-def _retry(args: argparse.Namespace) -> int:
-    changes = with_variables(given_of(args, JobRequest))
-    plan = need_plan(DataFolder(args.output_dir))
-    find = partial(find_state, args.output_dir, plan, needs_slurm=not args.dry_run)
-    state = ask_patiently(find) if args.until_done else find()  # no person is there to ask again
-    site = Site(state, is_needed=not args.dry_run)
-    groups = shards_to_retry(args, state, changes, site)
-    if args.until_done and not args.dry_run:
+def _retry(folder: Path, options: SendOptions, changes: dict[str, Any]) -> int:
+    plan = need_plan(DataFolder(folder))
+    find = partial(find_state, folder, plan, needs_slurm=not options.dry_run)
+    state = ask_patiently(find) if options.until_done else find()  # no person is there to ask again
+    site = Site(state, is_needed=not options.dry_run)
+    groups = shards_to_retry(options, state, changes, site)
+    if options.until_done and not options.dry_run:
         request = _base_request(state, changes)
         if not groups and not state.ids("running", "pending"):
-            return finish(state, why_not_verified(args, state), request)
-        if (args.round or 1) > _MAX_ROUNDS:
+            return finish(state, why_not_verified(options, state), request)
+        if (options.round or 1) > _MAX_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             return finish(state, f"not made after {counted(_MAX_ROUNDS, 'round')}: {missing}", request)
         if not groups:
-            submit_controller(args, state, request)
+            submit_controller(options, state, request)
             return 0
     if groups:
-        return send_groups(args, state, groups, site)
+        return send_groups(options, state, groups, site)
     num_left = len(state.ids("failed"))
     left = f"{counted(num_left, 'failed shard')} left out, " if num_left else ""
     print_lines(f"nothing to retry: {left}{state.summary}")
-    if args.wait and not args.dry_run:
-        return wait_for_jobs(args.output_dir)
+    if options.wait and not options.dry_run:
+        return wait_for_jobs(folder)
     return ReadWriteError.exit_code if num_left else 0
 
 
-def shards_to_retry(
-    args: argparse.Namespace, state: DatasetState, changes: dict[str, Any], site: Site
-) -> Groups:
+def shards_to_retry(options: SendOptions, state: DatasetState, changes: dict[str, Any], site: Site) -> Groups:
     """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
-    shard_ids = chosen_shards(state.plan.num_shards, args.shards)
+    shard_ids = chosen_shards(state.plan.num_shards, options.shards)
     check_queue(state, shard_ids)
     if not state.is_tried and state.ids("not submitted", "not visible"):
         remedy = commands.submit(state.folder)
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
-    is_named = args.round is None and (shard_ids is not None or args.until_done)
+    is_named = options.round is None and (shard_ids is not None or options.until_done)
     again = []
     for shard in wanted:
         why = why_not_retried(shard, changes, is_named=is_named)
@@ -112,8 +109,8 @@ def _base_request(state: DatasetState, changes: dict[str, Any]) -> JobRequest:
     user's, so the user has to name them.
     """
     own = own_records(state)
-    if own.submissions:
-        return _without_dependency(own.submissions[-1].arrays[0].request).changed(**changes)
+    if own.newest_request:
+        return _without_dependency(own.newest_request).changed(**changes)
     if own.newest_of_others:
         _refuse_values_of_others(state, own.newest_of_others, changes)
     return _request_of_plain_tasks(own).changed(**changes)
@@ -144,7 +141,7 @@ def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dic
     """Raise Refused for values of another user's record that this user has not named."""
     variables = []
     flags = []
-    for name, value in vars(sent.arrays[0].request).items():
+    for name, value in vars(request_of(sent.arrays[0])).items():
         if value == getattr(JobRequest(), name) or name in changes:
             continue
         if name in ("qos", "constraint", "exclude"):  # have no flag
@@ -166,7 +163,7 @@ def _request_after(shard: Shard, base: JobRequest, site: Site) -> tuple[JobReque
         return base, ""
     last = attempts[-1]
     array = last.array
-    request = _without_dependency(array.request) if array else base
+    request = _without_dependency(last.request) if last.request else base
     cause = last.cause(shard.shard_id)
     if cause == OUT_OF_MEMORY:
         known = array or last.record

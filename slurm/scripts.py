@@ -17,10 +17,10 @@ from pathlib import Path
 from shardprep.errors import UsageError
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
-from shardprep.format.jobs import JobRequest
 from shardprep.format.names import id_ranges
 from slurm.commands import REQUEST_VARIABLES
 from slurm.fit import NUM_PROC, TASKS, VERIFY_JOB, options_of
+from slurm.request import JobRequest
 
 
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:

@@ -9,8 +9,8 @@ If Slurm refuses the number of tasks, half as many are tried.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
@@ -24,7 +24,7 @@ from shardprep.errors import ShardprepError
 from shardprep.format import commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
-from shardprep.format.jobs import JobArray, JobRequest, Submission
+from shardprep.format.jobs import JobArray, Submission
 from shardprep.format.names import id_ranges
 from slurm.checks import warn_of_whole_nodes
 from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, run_slurm, slurm_answer
@@ -41,6 +41,7 @@ from slurm.fit import (
 )
 from slurm.limits import Limits
 from slurm.queue import VERIFY, job_name_prefix
+from slurm.request import JobRequest, SendOptions
 from slurm.sbatch import parse_job, submit_script
 from slurm.scripts import array_script, tasks_of_shards, verify_script
 from slurm.state import DatasetState
@@ -55,7 +56,7 @@ _TOO_LARGE = re.compile(r"(QOS|Assoc)\w*(PerJob|PerNode|MaxWall|NotSatisfied)")
 
 
 def _send_held(
-    args: argparse.Namespace, state: DatasetState, groups: Groups, max_tasks: int, site: Site
+    options: SendOptions, state: DatasetState, groups: Groups, max_tasks: int, site: Site
 ) -> tuple[Submission, str] | None:
     """Submit all jobs held, and return the written record and the controller's job id ("" without one).
 
@@ -72,7 +73,7 @@ def _send_held(
     for group_request, shard_ids in groups:
         limits = site.limits(group_request)
         num_allowed = min(max_tasks, limits.max_array_size or max_tasks)
-        per_task = args.shards_per_task
+        per_task = options.shards_per_task
         if group_request.num_cpus is None and per_task is None:
             per_task = limits.max_cpus  # a process on each of the node's CPUs
         tasks = tasks_of_shards(shard_ids, num_allowed, per_task)
@@ -92,19 +93,19 @@ def _send_held(
     if not rendered:
         raise refusals[0]
     # The controller notifies at the very end, so the verify job does not.
-    quiet = request.changed(notify=None) if args.until_done else request
+    quiet = request.changed(notify=None) if options.until_done else request
     verify = verify_request(quiet, limits, input_bytes)
     scripts = [script for _, _, script in rendered]
     scripts.append(verify_script(folder, name + VERIFY, state.plan.num_shards, verify))
-    if args.until_done:
-        scripts.append(controller_script(args, state, request, limits))
+    if options.until_done:
+        scripts.append(controller_script(options, state, request, limits))
     if limits.cluster:
         tester.check(VERIFY_JOB, verify, scripts[len(rendered)], limits)
-        if args.until_done:
+        if options.until_done:
             tester.check(
                 CONTROLLER_JOB, controller_request(request, limits, input_bytes), scripts[-1], limits
             )
-    if args.dry_run:
+    if options.dry_run:
         print_lines(*_summary_lines(rendered, len(scripts)), *"\n".join(scripts).split("\n"))
         return None
 
@@ -120,7 +121,8 @@ def _send_held(
         for group_request, tasks, script in rendered:
             shown = submit_held(script)
             del shown["user"]
-            arrays.append(JobArray(job_id=job_ids[-1], request=group_request, tasks=tasks, **shown))
+            values = dataclasses.asdict(group_request)
+            arrays.append(JobArray(job_id=job_ids[-1], request=values, tasks=tasks, **shown))
         # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
         after = [*job_ids, *state.jobs_that_make_shards()]
         shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join(after)}")
@@ -134,10 +136,10 @@ def _send_held(
             arrays=arrays,
             verify=job_files.SentJob(job_id=job_ids[-1], **facts),
             identity=job_files.folder_identity(DataFolder(folder)),
-            is_typed=args.command == "retry" and args.round is None,
+            is_typed=options.is_typed_retry,
         )
         controller = ""
-        if args.until_done:
+        if options.until_done:
             # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
             controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
@@ -183,18 +185,16 @@ def _is_too_many(error: SlurmRefused) -> bool:
     return bool(_TOO_MANY.search(text)) and not _TOO_LARGE.search(text)
 
 
-def send_groups(
-    args: argparse.Namespace, state: DatasetState, groups: Groups, site: Site | None = None
-) -> int:
+def send_groups(options: SendOptions, state: DatasetState, groups: Groups, site: Site | None = None) -> int:
     """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
-    site = site or Site(state, is_needed=not args.dry_run)
+    site = site or Site(state, is_needed=not options.dry_run)
     max_tasks = max(len(shard_ids) for _, shard_ids in groups)
     warn_of_whole_nodes(groups[0][0], site)
     while True:
-        send = partial(_send_held, args, state, groups, max_tasks, site)
+        send = partial(_send_held, options, state, groups, max_tasks, site)
         try:
             # No person is there to submit again.
-            sent = ask_patiently(send, only=SlurmFull) if args.until_done else send()
+            sent = ask_patiently(send, only=SlurmFull) if options.until_done else send()
             break
         except SlurmRefused as error:
             if max_tasks == 1 or not _is_too_many(error):
@@ -215,11 +215,11 @@ def send_groups(
             advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = commands.on("status", state.folder)
         raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
-    _announce(args, state, submission, controller)
-    return wait_for_jobs(args.output_dir) if args.wait else 0
+    _announce(options, state, submission, controller)
+    return wait_for_jobs(state.folder) if options.wait else 0
 
 
-def _announce(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
+def _announce(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
     """Append the submission to the history, and print its jobs."""
     shards_of = {each.job_id: list(itertools.chain(*each.shards_of_tasks())) for each in submission.arrays}
     sent = set(itertools.chain(*shards_of.values()))
@@ -230,9 +230,9 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
     facts: dict[str, Any] = {"jobs": [job.job_id for job in submission.jobs], "causes": causes}
     if controller:
         facts["controller"] = controller
-        if args.command == "retry":
-            facts["round"] = args.round or 1
-    job_files.append_event(DataFolder(args.output_dir), args.command, **facts)
+        if options.command == "retry":
+            facts["round"] = options.round or 1
+    job_files.append_event(DataFolder(state.folder), options.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
@@ -248,5 +248,5 @@ def _announce(args: argparse.Namespace, state: DatasetState, submission: Submiss
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *before)
         print_lines(f"job {controller}: {CONTROLLER_TEXT}")
-    if not args.wait:
-        print_lines(f"next: {commands.on('status', args.output_dir, '--watch')}")
+    if not options.wait:
+        print_lines(f"next: {commands.on('status', state.folder, '--watch')}")

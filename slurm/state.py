@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardprep.errors import ReadWriteError
+from shardprep.errors import BrokenShard, ReadWriteError, UsageError
 from shardprep.format import jobs as job_files
-from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
+from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import AttemptRecord, JobArray, Submission, user_name
 from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.plan import Plan
@@ -33,6 +33,7 @@ from slurm.causes import (
 )
 from slurm.commands import SlurmAway
 from slurm.queue import PLAIN, Job, Queue, StateName, find_queue
+from slurm.request import JobRequest, request_of
 
 _PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 
@@ -49,6 +50,7 @@ class Attempt:
     record: AttemptRecord | None = None
     job: Job | None = None  # the same start of the same task, as Slurm shows it
     array: JobArray | None = None  # of an own submission; None for plain sbatch and run
+    request: JobRequest | None = None  # of that array
     is_typed: bool = False  # a person's ``retry`` sent it
     owner: str = ""  # the user who wrote its record, if that is not this user
 
@@ -172,7 +174,7 @@ def find_state(
     """
     identity, unreadable = job_files.folder_identity(DataFolder(folder)), list[str]()
     try:
-        sent = job_files.read_submissions(DataFolder(folder))
+        sent = _read_submissions(DataFolder(folder))
     except ReadWriteError as error:
         if needs_slurm or "Permission denied" not in str(error):
             raise
@@ -222,6 +224,20 @@ def find_state(
         shards=shards,
         queue=queue,
     )
+
+
+def _read_submissions(folder: DataFolder) -> list[Submission]:
+    """Return all submissions, oldest first. Raises BrokenShard or ReadWriteError."""
+    submissions = job_files.read_submissions(folder)
+    for each in submissions:
+        try:
+            for array in each.arrays:
+                request_of(array)
+        except (BrokenShard, UsageError) as error:
+            path = folder.path_of(f"{JOBS_FOLDER}/{each.number:04d}.json")
+            found = f"not a valid submission: {error}"
+            raise BrokenShard(path=path, found=found, expected="one; move it away") from None
+    return submissions
 
 
 def _add_ends(records: Sequence[AttemptRecord], queue: Queue, made: MadeShards) -> None:
@@ -280,6 +296,7 @@ def _add_attempts(
     """Add the attempts at each shard that is not done, oldest first, and set its state by them."""
     tasks = queue.tasks()
     arrays = {array.job_id: (each, array) for each in submissions if each.is_own for array in each.arrays}
+    requests = {job_id: request_of(array) for job_id, (_, array) in arrays.items()}
     submitted_at = {job.job_id: each.submitted for each in submissions for job in each.arrays}
     found: list[Attempt] = []
     for record in records:
@@ -299,6 +316,7 @@ def _add_attempts(
                 record=record,
                 job=job,
                 array=array,
+                request=requests[array.job_id] if array else None,
                 is_typed=own_submission is not None and own_submission.is_typed,
                 owner="" if record.is_own else record.owner,
             )
@@ -338,6 +356,7 @@ def _add_attempts(
                         log=f"{folder}/{LOGS_FOLDER}/{task}.log",
                         job=job,
                         array=array if submission.is_own else None,
+                        request=requests.get(array.job_id),
                         is_typed=submission.is_own and submission.is_typed,
                         owner="" if submission.is_own else submission.user,
                     )

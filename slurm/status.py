@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -24,22 +23,23 @@ from slurm.status_text import status_lines
 POLL_S = 5.0
 
 
-def status(args: argparse.Namespace) -> int:
+def status(folder: Path, *, watches: bool, is_json: bool) -> int:
     """Print the state of every shard, and why shards failed: ``status DATA``."""
-    plan, state = need_plan(DataFolder(args.output_dir)), None
+    plan = need_plan(DataFolder(folder))
+    state = None
     while True:
-        state = find_state(args.output_dir, plan, needs_slurm=False, before=state)
+        state = find_state(folder, plan, needs_slurm=False, before=state)
         data = status_data(state)
-        lines = [json.dumps(data)] if args.json else status_lines(data)
+        lines = [json.dumps(data)] if is_json else status_lines(data)
         is_hidden = state.queue.away and state.ids("not visible")
         is_active = state.live_job_ids() or state.ids("running") or is_hidden  # ``run`` alone also counts
-        if args.watch and not args.json and sys.stdout.isatty():
+        if watches and not is_json and sys.stdout.isatty():
             last = "Ctrl-C stops watching; the jobs go on" if is_active else lines[-1]
             console.draw("\033[H\033[2J")
             print_lines(*lines[:-1], last)  # if they exceed the screen, the first ones scroll away
         else:
             print_lines(*lines)
-        if not args.watch or not is_active or not console.output_is_read():
+        if not watches or not is_active or not console.output_is_read():
             return 0
         time.sleep(POLL_S)
 

@@ -148,8 +148,8 @@ def _accepting_args(state: DatasetState) -> str:
         needed += map(float, re.findall(_NEEDED_BAD_FRACTION, shard.attempts[-1].message(shard.shard_id)))
     if not needed or max(needed) >= 1:
         return ""  # the input is bad in another way, or nothing would be left
-    array = next((each.attempts[-1].array for each in failed), None)
-    args = array.request.worker_args if array else ""  # if it has this flag, too, the later one counts
+    request = failed[0].attempts[-1].request
+    args = request.worker_args if request else ""  # if it has this flag, too, the later one counts
     return f"{args} --max_bad_fraction {max(needed):g}".strip()
 
 

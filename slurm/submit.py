@@ -2,79 +2,53 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lustre
-from shardprep.command_line import given_of
 from shardprep.console import print_lines, say, shards_text
-from shardprep.errors import UsageError
 from shardprep.format import commands
-from shardprep.format import jobs as job_files
-from shardprep.format.jobs import JobRequest
 from shardprep.format.names import chosen_shards, id_ranges
 from slurm.checks import check_folder, check_queue
-from slurm.commands import REQUEST_VARIABLES, SlurmMissing, megabytes_of, minutes_of
+from slurm.commands import REQUEST_VARIABLES, SlurmMissing
 from slurm.controller import submit_controller
+from slurm.request import JobRequest, SendOptions, with_variables
 from slurm.send import send_groups
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
 
 
-def submit(args: argparse.Namespace) -> int:
+def submit(folder: Path, options: SendOptions, flags: Mapping[str, Any]) -> int:
     """Submit the missing shards as a job array, and a verify job after it: ``submit DATA``."""
-    flags = given_of(args, JobRequest)
     given = with_variables(flags)
     request = JobRequest(**given)
-    if args.dry_run:
+    if options.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
     try:
-        state, missing = _missing_shards(args, request)
+        state, missing = _missing_shards(folder, options, request)
         if missing:
-            return send_groups(args, state, [(request, missing)])
+            return send_groups(options, state, [(request, missing)])
     except SlurmMissing as error:
-        error.remedy = commands.run(args.output_dir)
+        error.remedy = commands.run(folder)
         raise
     print_lines(f"nothing to submit: {state.summary}")
-    if args.until_done and not args.dry_run:
-        submit_controller(args, state, request)
-    return wait_for_jobs(args.output_dir) if args.wait and not args.dry_run else 0
+    if options.until_done and not options.dry_run:
+        submit_controller(options, state, request)
+    return wait_for_jobs(folder) if options.wait and not options.dry_run else 0
 
 
-def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request that flags give, or else variables of sbatch and prep_array.sh."""
-    found: dict[str, Any] = {}
-    for name, variable in REQUEST_VARIABLES.items():
-        text = os.environ.get(variable)
-        if not text or name in flags:
-            continue
-        value: Any = text
-        such_as = ""
-        if name == "time_min":
-            value, such_as = minutes_of(text), "60 or 2:00:00"
-        elif name in job_files.MEMORY_FIELDS:
-            value, such_as = (megabytes_of(text) or 0) / 1024, "4000 or 4G"
-        if not value:
-            expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
-            raise UsageError.of_value(variable, text[:60], expected)
-        found[name] = value
-    given = job_files.with_changes(found, flags)
-    if given.get("setup"):
-        given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
-    return given
-
-
-def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, list[int]]:
+def _missing_shards(
+    folder: Path, options: SendOptions, request: JobRequest
+) -> tuple[DatasetState, list[int]]:
     """Check the folder, and return its state and the missing shards that are not queued.
 
     Shards named by --shards are included even if it is not visible whether they run.
     """
-    plan = check_folder(args.output_dir, request)
-    wanted = chosen_shards(plan.num_shards, args.shards)
-    state = find_state(args.output_dir, plan, needs_slurm=not args.dry_run)
+    plan = check_folder(folder, request)
+    wanted = chosen_shards(plan.num_shards, options.shards)
+    state = find_state(folder, plan, needs_slurm=not options.dry_run)
     if state.queue.away:
         say(f"warning: {state.queue.away}. The queue and the site's limits are not taken into account")
     check_queue(state, wanted)

@@ -23,16 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import getpass
 import json
 import os
 import pwd
 import re
-import shlex
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +39,6 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from shardprep import errors, files
-from shardprep.command_line import option
 from shardprep.errors import ShardprepError
 from shardprep.format import names
 from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
@@ -64,108 +61,6 @@ _Number = Annotated[int, Meta(ge=-1, le=names.MAX_INT64)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
-MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # mutually exclusive
-_SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
-_MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
-_node_flag = functools.partial(option, group="partition, account and nodes")
-_task_flag = functools.partial(option, group="resources of a task")
-_run_flag = functools.partial(option, group="set-up, container and more options")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobRequest:
-    """Resources of one task, and how many tasks run at once. None means the site's default."""
-
-    partition: str | None = _node_flag(None, "partition (default: the site's)")
-    cpus_per_task: int | str = _task_flag(
-        1,
-        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: a whole node, without "
-        "other jobs",
-    )
-    mem_gb: float | None = _task_flag(None, "memory of a task (default: the site's)")
-    mem_per_cpu_gb: float | None = _task_flag(None, "memory per CPU of a task, for sites that require it")
-    time_min: int | None = _task_flag(None, "time limit of a task (default: the partition's)")
-    max_parallel: int = _task_flag(50, "tasks that run at once (default: 50)")
-    account: str | None = _node_flag(None, "account to charge (default: the site's)")
-    qos: str | None = option(None)  # set by SBATCH_QOS; the next two likewise
-    constraint: str | None = option(None)
-    exclude: str | None = option(None)
-    setup: str | None = _run_flag(
-        None,
-        "a file that tasks source first: modules, conda, a virtual environment; for hundreds of tasks use "
-        "examples/environment_on_node.sh",
-    )
-    container: str | None = _run_flag(None, "command to run Python in, such as 'apptainer exec image.sif'")
-    srun_args: str | None = _run_flag(None, "more options of srun, such as --container-image=... (pyxis)")
-    notify: str | None = _run_flag(
-        None, "a command that the verify job runs at its end; SHARDPREP_RESULT has the result"
-    )
-    sbatch_args: str = _run_flag("", "more options of sbatch, quoted as one word")
-    controller_args: str = _run_flag(
-        "", "options of sbatch for the verify job and the controller, such as '--partition=small --mem=2G'"
-    )
-    worker_args: str = _run_flag("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 < value <= _MAX_NUMBER:
-                raise errors.UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MAX_NUMBER}")
-            if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-                expected = f"a value without {found[0]!r}, which a job script cannot contain"
-                raise errors.UsageError.of_value(f"--{name}", value[:200], expected)
-        if self.num_cpus is None and self.cpus_per_task != "node":
-            raise errors.UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
-        if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
-            raise errors.UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
-        for name in ("sbatch_args", "controller_args", "worker_args"):
-            try:
-                shlex.split(getattr(self, name))
-            except ValueError as error:
-                expected = f"words of a shell ({error})"
-                raise errors.UsageError.of_value(f"--{name}", getattr(self, name), expected) from None
-        for name in ("sbatch_args", "controller_args"):
-            for word in shlex.split(getattr(self, name)):
-                _check_sbatch_word(f"--{name} {word}", word)
-
-    def sbatch_options(self) -> list[str]:
-        """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
-        options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
-        options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
-        if self.mem_gb is not None:
-            options.append(f"--mem={round(self.mem_gb * 1024)}M")
-        elif self.mem_per_cpu_gb is not None:
-            options.append(f"--mem-per-cpu={round(self.mem_per_cpu_gb * 1024)}M")
-        elif self.num_cpus is None:
-            options.append("--mem=0")  # all of the node's
-        if self.time_min is not None:
-            options.append(f"--time={self.time_min}")
-        for_site = ("partition", "account", "qos", "constraint", "exclude")
-        return [*options, *(f"--{name}={getattr(self, name)}" for name in for_site if getattr(self, name))]
-
-    @property
-    def num_cpus(self) -> int | None:
-        """Return the CPUs of a task, or None for all CPUs of a node."""
-        return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
-
-    def changed(self, **changes: Any) -> JobRequest:
-        """Return a copy with changes. Memory of one kind replaces memory of the other kind."""
-        return JobRequest(**with_changes(dataclasses.asdict(self), changes))
-
-
-def _check_sbatch_word(given: str, word: str) -> None:
-    """Raise UsageError for an option of sbatch that would break a submission."""
-    if re.match("--clusters|-M", word):
-        expected = "no cluster; for another one, set SLURM_CLUSTERS=NAME"
-        raise errors.UsageError(found=given, expected=expected)
-    if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
-        raise errors.UsageError(found=given, expected="options that submit does not set itself")
-
-
-def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a request with changes, see ``JobRequest.changed``."""
-    replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
-    return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SentJob:
@@ -180,7 +75,7 @@ class SentJob:
 class JobArray(SentJob):
     """A job array of a submission. Task i makes the shards ``tasks[i]``."""
 
-    request: JobRequest
+    request: dict[str, str | int | float | None]  # fields of the request, see ``slurm.request``
     tasks: Annotated[list[str], Meta(min_length=1)]
     mem_mb: Count | None  # the limit that Slurm derived from the request, or None
     time_min: Count | None

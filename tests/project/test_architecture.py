@@ -85,10 +85,15 @@ def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
 
 # The rooms of slurm/. Each imports only those before it.
 SLURM = (
-    *("commands", "limits", "reasons", "queue", "causes", "state", "own", "fit"),
+    *("commands", "request", "limits", "reasons", "queue", "causes", "state", "own", "fit"),
     *("scripts", "sbatch", "checks", "status_data", "status_text", "status", "report", "logs"),
     *("controller", "send", "submit", "submitit", "retry", "cancel"),
 )
+
+
+def test_no_function_below_a_main_of_slurm_or_lustre_takes_parsed_flags() -> None:
+    for path in [*(ROOT / "slurm").glob("*.py"), *(ROOT / "lustre").glob("*.py")]:
+        assert path.name == "__main__.py" or "argparse" not in imports_of(path), path
 
 
 def test_arrows_between_the_rooms_of_slurm_go_one_way() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from preprocess.make.engines import Ids
-from preprocess.read.documents import Numbers
+from preprocess.read.formats import Numbers
 from shardprep import files
 from shardprep.command_line import needs
 from shardprep.console import counted, print_lines, with_progress

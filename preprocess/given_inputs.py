@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from preprocess.make.resources import InputSettings
-from preprocess.read.documents import OpenInput, sample_sha256
+from preprocess.read.inputs import OpenInput, sample_sha256
 from preprocess.read.user_code import CodeFiles
 from shardprep.console import quoted
 from shardprep.errors import NotFound, Refused, UsageError

@@ -43,7 +43,8 @@ from preprocess.make.engines import TokenBatch, decode, load_tokenizer
 from preprocess.make.resources import InputSettings
 from preprocess.make.worker import load_engine
 from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.read.documents import DocumentBatch, DocumentReader, Numbers, Texts
+from preprocess.read.documents import DocumentBatch, DocumentReader
+from preprocess.read.formats import Numbers, Texts
 from shardprep import files
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress

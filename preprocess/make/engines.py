@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.documents import BETWEEN, DocumentBatch, Numbers, Texts
+from preprocess.read.documents import DocumentBatch
+from preprocess.read.formats import BETWEEN, Numbers, Texts
 from shardprep.errors import BadInput, ShardprepError
 from shardprep.files import read_regular
 from shardprep.foreign_tokenizer import FREE_BYTES, ForeignTokenizer, check_bounded_cost, split_tokenizer

@@ -26,7 +26,8 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
-from preprocess.read.documents import BadDocument, DocumentBatch, Numbers, Texts
+from preprocess.read.documents import BadDocument, DocumentBatch
+from preprocess.read.formats import Numbers, Texts
 from shardprep import files
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer
 from shardprep.format import manifest as manifests

@@ -30,7 +30,8 @@ from preprocess.make import engines, resources
 from preprocess.make.engines import Engine
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import EncodedBatch, ShardWriter, finished_manifest
-from preprocess.read.documents import BATCH_BYTES, DocumentBatch, DocumentReader, Texts, advice_about
+from preprocess.read.documents import DocumentBatch, DocumentReader, advice_about
+from preprocess.read.formats import BATCH_BYTES, Texts
 from shardprep.console import Progress, counted, guard_streams, quoted, say, short_bytes, short_number
 from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.format import names

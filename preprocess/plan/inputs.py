@@ -35,9 +35,11 @@ from preprocess.plan.table_versions import (
     refuse_several_builds,
     tables_around,
 )
-from preprocess.read import documents
-from preprocess.read.documents import DocumentBatch, OpenInput, Start
-from preprocess.read.lines import COMPRESSIONS, decompressed
+from preprocess.read import documents, formats, inputs
+from preprocess.read.compressed import COMPRESSIONS, decompressed
+from preprocess.read.documents import DocumentBatch
+from preprocess.read.formats import Start
+from preprocess.read.inputs import OpenInput
 from preprocess.read.transform import Transform
 from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
@@ -301,18 +303,18 @@ class Weighed(NamedTuple):
 def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> list[Weighed]:
     """Return size, mtime and sampled hash of each file, and what its format found in it."""
     for path in paths:  # import pyarrow before the threads start, which would fail if several imported it
-        documents.format_of(path.name)
+        formats.format_of(path.name)
     root = str(input_dir / "_")[:-1]
 
     def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
         size = file.stamp.num_bytes
-        if size <= documents.MOST_POINTER_BYTES and (command := documents.fetch_command(file.read(0, size))):
+        if size <= inputs.MOST_POINTER_BYTES and (command := inputs.fetch_command(file.read(0, size))):
             expected = f"the file itself; run in its repository: {command}"
             raise BadInput(path=path, found="a pointer to a file that was not fetched", expected=expected)
-        name, sha256 = str(path).removeprefix(root), documents.sample_sha256(file)
+        name, sha256 = str(path).removeprefix(root), inputs.sample_sha256(file)
         stamped = InputFile(path=name, num_bytes=size, mtime_ns=file.stamp.mtime_ns, sha256=sha256)
-        return Weighed(stamped, *documents.format_of(path.name).inspect(file, options))
+        return Weighed(stamped, *formats.format_of(path.name).inspect(file, options))
 
     # Several files per task: a million futures would take 1 GB.
     num_files = max(1, min(_MAX_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
@@ -438,7 +440,7 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
         found: list[Start | None] = []
         for number, group in itertools.groupby(task, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
-            found += documents.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
+            found += formats.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
         return found
 
     tasks = [stretches[n : n + _MAX_AT_ONCE] for n in range(0, len(stretches), _MAX_AT_ONCE)]
@@ -481,7 +483,7 @@ def sample_documents(
         while ends[number + 1] <= target:
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
-        (start,) = documents.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
+        (start,) = formats.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
         if start is not None and start.byte < inputs[number].num_bytes:
             places.append(Cut(number, start.byte, start.text_byte))
         elif len(places) > 1 and places[-1].input_number == number:  # no place follows in this file
@@ -498,11 +500,11 @@ def sample_documents(
         ranges = ranges_between(input_dir, inputs, place, following)
         unchecked = (dataclasses.replace(each, planned=None) for each in ranges if each.start < each.end)
         some = list(itertools.islice(unchecked, files_each))
-        batch_bytes = max(1, min(documents.BATCH_BYTES, bytes_each))
+        batch_bytes = max(1, min(formats.BATCH_BYTES, bytes_each))
         found = documents.DocumentReader(options, transform).read_ranges(some, batch_bytes)
         with contextlib.closing(found):
             for batch in found:
                 yield batch
-                taken += sum(map(len, batch.texts)) + len(batch.bad) * documents.SHORT_LINE_BYTES
+                taken += sum(map(len, batch.texts)) + len(batch.bad) * formats.SHORT_LINE_BYTES
                 if taken >= allowed:
                     break

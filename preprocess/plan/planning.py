@@ -33,7 +33,9 @@ from preprocess.plan.conversations import ConversationSample, fitted_template, t
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
-from preprocess.read.documents import DocumentBatch, RangeReader, Texts, advice_about, read_records
+from preprocess.read.documents import DocumentBatch, advice_about, read_records
+from preprocess.read.formats import Texts
+from preprocess.read.inputs import RangeReader
 from preprocess.read.text_fields import RecordFields, from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors, files

@@ -30,7 +30,8 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.documents import Texts, fetch_command
+from preprocess.read.formats import Texts
+from preprocess.read.inputs import fetch_command
 from shardprep import errors, files
 from shardprep.child_process import ChildEnded, call_in_child
 from shardprep.errors import ShardprepError

@@ -657,8 +657,8 @@ def test_rows_that_share_a_text_are_decoded_few_at_a_time(
         return found
 
     monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
-    read_texts = importlib.import_module("preprocess.read.documents").texts_of
-    monkeypatch.setattr("preprocess.read.documents.texts_of", texts_of)
+    read_texts = importlib.import_module("preprocess.read.formats").texts_of
+    monkeypatch.setattr("preprocess.read.formats.texts_of", texts_of)
     monkeypatch.setattr("preprocess.plan.planning._SAMPLE_BYTES", 1 << 18)  # enough to decode a batch
     options: dict[str, Any] = {"text_field": "text.in" if form == "struct.parquet" else None}
     if form == "lists.parquet":

@@ -176,7 +176,7 @@ AROUND_FOLDERS = {
     "preprocess/plan/table_versions.py": "the raw input",
     "preprocess/plan/tokenizer.py": "a model's folder, the cache of tokenizers, scratch folders",
     "preprocess/read/chat.py": "the user's template",
-    "preprocess/read/lines.py": "decompression, from memory",
+    "preprocess/read/compressed.py": "decompression, from memory",
     "preprocess/read/user_code.py": "the user's function",
     "preprocess/train_tokenizer.py": "a new folder for a tokenizer",
     "shardprep/child_process.py": "a pipe",
@@ -259,7 +259,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.documents import Inspected, InputRecords, Start, texts_of
+from preprocess.read.formats import InputRecords, Inspected, Start, texts_of
 
 
 def begins_of(data):

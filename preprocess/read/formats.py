@@ -1,0 +1,160 @@
+"""The interface of the input formats: what a format is asked, and the records that it returns.
+
+A part of a file is a range of its bytes as they are on disk, so each byte of the input is in one shard. The
+format decides where a part may begin: at a line, a row group or a frame, or only at byte 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.read import text_fields
+from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText
+from shardprep.command_line import needs
+from shardprep.errors import UsageError
+from shardprep.format.names import InputKind, input_kind
+from shardprep.format.plan import PlanOptions
+
+Numbers = npt.NDArray[np.int64]
+Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending
+BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
+# A batch has at most as many lines as if each had this size: a million lines of one letter took 0.35 GB.
+SHORT_LINE_BYTES = 32
+
+
+class Inspected(NamedTuple):
+    """Facts about a file, for planning."""
+
+    text_bytes: int  # estimated, to make even shards
+    is_whole: bool  # whether it can only be read as a whole
+
+
+class Start(NamedTuple):
+    """A place where a part of a file may begin."""
+
+    byte: int  # of the file
+    text_byte: int = 0  # of the decompressed text; 0 if the file is not compressed
+
+
+# Separates joined texts. JSON strings have quotes of their own, so they are joined with the part between the
+# quotes. Two separators can overlap only in a quote.
+BETWEEN = b'"\0\1document\2"'
+
+
+class Texts:
+    """Texts of consecutive documents, as UTF-8: joined, and as a list that is made when it is first used.
+
+    They are given as ``each``; or as ``joined`` with BETWEEN, which none of the ``num_texts`` texts contains.
+    ``characters``: a string with all their characters beyond ASCII, which saves decoding them again.
+    """
+
+    def __init__(
+        self,
+        each: list[bytes] | None = None,
+        *,
+        joined: bytes = b"",
+        num_texts: int = 0,
+        characters: str | None = None,
+    ) -> None:
+        self.joined, self.num_texts = joined, num_texts
+        if each is not None:
+            self.each, self.joined, self.num_texts = each, BETWEEN.join(each), len(each)
+        self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # without separators
+        self.characters = characters
+
+    @staticmethod
+    def of_strings(texts: Iterable[str]) -> Texts:
+        """Encode strings."""
+        return Texts([text.encode() for text in texts])
+
+    @functools.cached_property
+    def each(self) -> list[bytes]:
+        return self.joined.split(BETWEEN) if self.num_texts else []
+
+    def only(self, numbers: Iterable[int]) -> Texts:
+        """Return some of the texts."""
+        return Texts([self.each[number] for number in numbers])
+
+    def __len__(self) -> int:
+        return self.num_texts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRecords:
+    """Consecutive lines or rows of a file: their texts, and where they are in the file."""
+
+    texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; in a list an empty text is not a document
+    starts: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # byte of the text, or row
+    sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of a line, 1 for a row
+    num_bytes: int  # bytes of the file that were read for these records
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # values beside the texts, by name
+
+
+class Format(Protocol):
+    """A format of input files. It keeps no state, so that all methods may run in several threads."""
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        """Estimate a file's text with few reads. Raises BadInput if it is not of this format."""
+
+    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+        """Return for each (byte, end) the first place at or after ``byte`` where a part may begin.
+
+        If there is none, return the file's size; if it is not before ``end``, None. Raises BadInput.
+        """
+
+    def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
+        """Yield the records of a part in order, about ``batch_bytes`` of text at a time.
+
+        Their ``num_bytes`` add up to the size of the part. Raises BadInput, ReadWriteError.
+        """
+
+
+def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
+    """Return ``Format.starts`` of a file whose parts may begin at ``places``, which ascend."""
+    end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
+    found: list[Start | None] = []
+    for byte, end in stretches:
+        while place.byte < min(byte, end_of_file.byte):  # a file may have become shorter
+            place = next(remaining, end_of_file)
+        found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
+    return found
+
+
+def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:
+    """Encode the texts of records. A blank text becomes empty, and a too long one an UnusableText."""
+    found: list[bytes | UnusableText] = []
+    for value in values:
+        if isinstance(value, UnusableText):
+            found.append(value)
+        else:
+            text = b"" if value.isspace() else value.encode()
+            found.append(text if len(text) <= MOST_DOCUMENT_BYTES else text_fields.too_long("its text"))
+    return found
+
+
+def format_of(name: str) -> Format:
+    """Return the format of a file by its name. Raises UsageError if a library for it is missing."""
+    return format_of_kind(input_kind(name))
+
+
+@functools.cache
+def format_of_kind(kind: InputKind) -> Format:
+    module, _, reader = kind.format.reader.partition(":")
+    try:
+        found = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
+    except ImportError:
+        if not kind.format.library:
+            raise
+        raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
+    return cast(Format, found(kind.compression) if kind.format.can_be_compressed else found())

@@ -1,0 +1,345 @@
+"""Take texts out of lines of JSON: by a scan of their bytes, or by parsing them, or one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import operator
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from preprocess.read import formats, text_fields
+from preprocess.read.formats import Inspected, Numbers, Texts
+from preprocess.read.inputs import OpenInput
+from preprocess.read.lines import BOM, LineFormat, LineTexts
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText
+from shardprep.console import quoted
+from shardprep.errors import BadInput
+from shardprep.format.plan import PlanOptions
+
+# Strings, and other text without brackets. A string that is not closed extends to the end of the line:
+# otherwise each later quote would begin a string of its own.
+_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)
+_HEAD_BYTES = 4 << 10
+_BLANK = b" \t\r\n"
+
+
+class JsonLines(LineFormat):
+    """``.jsonl``: a document is the text of one object. A block of lines is read by the first way that works:
+
+    1. ``_scanned_texts`` finds one field in all lines, without making Python objects of their other fields.
+    2. orjson parses all lines. This also works for templates, and for fields beside the text.
+    3. ``record_of_line`` checks each line by itself. Only this one leaves out lines, each with a reason.
+
+    All give the same texts. In case of doubt, the faster ways give up on a block, which only costs time.
+    """
+
+    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+        """Return the text of each line, "" for a blank one."""
+        if at == 0 and lines.startswith(BOM):
+            lines, starts = lines[len(BOM) :], np.maximum(starts - len(BOM), 0)
+        if (found := _scanned_texts(lines, starts, fields)) is not None:
+            return found, {}
+        each = lines.split(b"\n")[: len(starts)]
+        if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields, b"\\u" in lines):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                records, name = list(map(orjson.loads, each)), fields.plain_name
+                texts = [record[name] for record in records] if name else list(map(fields.text, records))
+                others = _side_values(records, fields)
+                # If all texts are strings, no line is left out.
+                if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
+                    return formats.texts_of(texts), fields.columns(others)
+        pairs = [record_of_line(line, fields) for line in each]
+        records = [record for record, _ in pairs]
+        columns = fields.columns(_side_values(records, fields))
+        if isinstance(fields, text_fields.RecordFields):
+            columns["record"] = records
+        return formats.texts_of([text for _, text in pairs]), columns
+
+
+class JsonFile(JsonLines):
+    """``.json``: JSON lines, too. Such a file often has one list instead, which is refused."""
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        if self.compression is None:
+            self.check_beginning(file, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES)))
+        return super().inspect(file, options)
+
+    def check_beginning(self, file: OpenInput, text: bytes) -> None:
+        if text.removeprefix(BOM).lstrip(_BLANK).startswith(b"["):
+            target = quoted(str(file.path).rpartition(".json")[0])
+            remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
+            expected = "an object in each line; convert it, after decompression if needed, and move it away"
+            raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
+
+
+@functools.cache
+def _decoder(name: str) -> Any:
+    """Return a decoder of lines of objects, which takes one field of each as the bytes of its JSON value."""
+    fields = [("text", msgspec.Raw, msgspec.field(name=name))]
+    return msgspec.json.Decoder(msgspec.defstruct("Line", fields, gc=False))
+
+
+_TEXT = operator.attrgetter("text")
+_BETWEEN_QUOTES = formats.BETWEEN[1:-1]
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+# By byte: whether white space may begin with it. In UTF-8 other characters begin with some of these, too.
+_MAY_BE_SPACE = np.isin(np.arange(256), [*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3])
+
+
+def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | None:
+    r"""Return the texts of a block of lines by a scan of its bytes, or None if it needs a closer look.
+
+    This is the fast path. Each line must be an object with the field once, as a string that is not blank.
+    From ``{"n": 1, "text": "a"}`` and ``{"text": "b\"c"}`` msgspec takes the bytes ``"a"`` and ``"b\"c"``.
+    Without a backslash they are the text itself in quotes, and have only to be joined.
+
+    msgspec finds the values four times as fast as orjson makes objects, but it accepts lines that orjson
+    rejects. So this checks for invalid UTF-8, infinite numbers, several objects in a line, an object over
+    several lines, and a field that is named twice.
+    """
+    if fields.plain_name is None or fields.named:
+        return None
+    # Each line begins with { and ends with }.
+    if not block.startswith(b"{") or not block.endswith((b"}", b"}\n")):
+        return None
+    octets = np.frombuffer(block, np.uint8)
+    if (octets[starts] != ord("{")).any() or (octets[starts[1:] - 2] != ord("}")).any():
+        return None
+    # No line opens more brackets than may be nested. Those in strings count, too.
+    is_opening = octets | 0x20 == ord("{")  # [ and { differ by this bit
+    may_be_deep = np.count_nonzero(is_opening) - len(starts) >= text_fields.MAX_JSON_DEPTH
+    if may_be_deep and np.add.reduceat(is_opening, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
+        return None
+    # No line names the field twice. Such a line is left out, and no parser reports it.
+    escapes = np.flatnonzero(octets == ord("\\"))
+    has_unicode_escapes = bool((octets[escapes + 1] == ord("u")).any())
+    if not _names_each_once(block, len(starts), fields, has_unicode_escapes):
+        return None
+    try:
+        # Equal numbers of values and lines: no line has several objects, no object has several lines.
+        characters = block.decode()
+        values = list(map(_TEXT, _decoder(fields.plain_name).decode_lines(block)))
+        if len(values) != len(starts):
+            return None
+        # msgspec accepts infinite numbers in the fields that it skips. orjson raises ValueError.
+        for number in _lines_at(_places_of_large_numbers(octets), starts):
+            orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
+        # Decode the values of lines with a backslash, all in one call.
+        if escaped := _lines_at(escapes, starts):
+            texts = _unescaped([values[number] for number in escaped]).split(_BETWEEN_QUOTES)
+            for number, text in zip(escaped, texts, strict=True):
+                values[number] = text
+        joined = _BETWEEN_QUOTES.join(values)
+    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError, ValueError, TypeError):
+        return None
+    # Each value must be in quotes, so that it is a string. The separators are found by their first byte, NUL.
+    # A text with a NUL of its own gives one separator too many.
+    octets = np.frombuffer(joined, np.uint8)
+    separators = np.flatnonzero(octets == 0)
+    begins = np.append(0, separators + len(_BETWEEN_QUOTES))  # of each value: its opening and closing quote
+    ends = np.append(separators - 1, len(joined) - 1)
+    if len(begins) != len(values) or (octets[np.append(begins, ends)] != ord('"')).any():
+        return None
+    # No text is blank. Only those that are empty, or may begin with white space, are decoded for this.
+    may_be_blank = np.flatnonzero(_MAY_BE_SPACE[octets[begins + 1]] | (begins + 1 == ends))
+    for begin, end in zip(begins[may_be_blank].tolist(), ends[may_be_blank].tolist(), strict=True):
+        if not joined[begin + 1 : end].decode().strip():
+            return None
+    if len(joined) > MOST_DOCUMENT_BYTES:
+        return None  # one of the texts may be too long
+    # With the quotes around it, each separator is BETWEEN.
+    joined = joined[1:-1]
+    return Texts(joined=joined, num_texts=len(values), characters=None if has_unicode_escapes else characters)
+
+
+def _unescaped(strings: list[bytes]) -> bytes:
+    """Decode JSON strings. Returns the texts in quotes, joined. Raises TypeError if one is not a string."""
+    return f'"{formats.BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
+
+
+def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
+    """Return the numbers of the lines that contain some bytes of the block, each number once."""
+    num_places = np.bincount(np.searchsorted(starts, places, side="right") - 1)
+    numbers: list[int] = np.flatnonzero(num_places).tolist()  # np.unique would import numpy.ma, 10 ms
+    return numbers
+
+
+def _places_of_large_numbers(octets: npt.NDArray[np.uint8]) -> Numbers:
+    """Return a byte of each number that may be infinite: it has about 200 digits, or an exponent of 3."""
+    is_digit = octets - ord("0") < 10
+    is_exponent = octets | 0x20 == ord("e")
+    is_exponent[1:] &= is_digit[:-1]
+    is_exponent[:-2] &= is_digit[2:]
+    is_exponent[:-3] &= is_digit[3:]
+    places = np.flatnonzero(is_exponent)
+    samples = is_digit[::64]  # an infinite number has over 300 digits, so at least three samples in a row
+    return np.concatenate([places, 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])])
+
+
+def _side_values(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
+    """Return the values of the fields beside the text, for each path one per record."""
+    paths = fields.named.values()
+    return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
+
+
+def _are_exact(values: Sequence[Any]) -> bool:
+    """Return whether orjson kept the values as they are: it turns integers beyond 64 bits into floats."""
+    kinds = set(map(type, values))
+    if float in kinds and any(abs(value) >= 2**63 for value in values if type(value) is float):
+        return False
+    return kinds.isdisjoint((list, dict))
+
+
+def _names_each_once(block: bytes, num_lines: int, fields: TextFields, has_unicode_escapes: bool) -> bool:
+    """Return whether no line names a field of the text twice, provided that every line has all of them.
+
+    Then each key occurs at least once per line, so as many keys as lines means exactly once. The first four
+    bytes of a key occur at least as often as the key: if they occur once per line, so does the key.
+    """
+    if fields.is_chat or isinstance(fields, text_fields.RecordFields):
+        return False  # each line is checked by itself: what follows takes 20 times as long
+    name = fields.plain_name
+    # Without unicode escapes a key has one spelling. To count it takes a fifth of a search for all spellings.
+    if name and name.isidentifier() and not has_unicode_escapes:
+        key = b'"%b"' % name.encode()
+        if _count_beginning(block, key) == num_lines or block.count(key) == num_lines:
+            return True
+    objects = {path[:end] for path in fields.text_paths for end in range(1, len(path) + 1)}
+    times_of = Counter(path[-1] for path in objects)
+    return all(len(_keys(name).findall(block)) == times * num_lines for name, times in times_of.items())
+
+
+def _count_beginning(block: bytes, word: bytes) -> int:
+    """Count the occurrences of a word's first four bytes, in a third of the time of bytes.count."""
+    if len(word) < 4:
+        return block.count(word)
+    shifted = (np.frombuffer(block, "<u4", (len(block) - k) // 4, k) for k in range(min(4, len(block))))
+    return sum(int(np.count_nonzero(units == int.from_bytes(word[:4], "little"))) for units in shifted)
+
+
+_SHORT_ESCAPES = dict(zip('"\\/\b\f\n\r\t', (b'"', b"\\", b"/", b"b", b"f", b"n", b"r", b"t"), strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _keys(name: str) -> re.Pattern[bytes]:
+    """Return a pattern of a key and its colon, in all spellings of JSON. A text may look like that, too."""
+    pattern = b""
+    for character in name:  # the character itself, or one of its escapes
+        units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
+        found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
+        if character in _SHORT_ESCAPES:
+            found.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
+        if character not in '"\\':
+            found.append(re.escape(character.encode("utf-8", "surrogatepass")))
+        pattern += b"(?:%b)" % b"|".join(found)
+    # With the empty group findall returns empty matches, and makes no object for each key.
+    return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % pattern)
+
+
+def record_of_line(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
+    """Return the object of a line, and its text, or why the line is left out.
+
+    A line that names a field of the text twice is left out. For other keys the last value counts.
+    """
+    if not line.strip(_BLANK):
+        return None, ""
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        return None, why_not_json(line)
+    if is_too_deep(line):
+        return None, _TOO_DEEP
+    if isinstance(fields, text_fields.RecordFields):
+        is_exact = _LONG_NUMBER.search(line) is None
+    else:
+        others = [text_fields.value_at(record, path) for path in fields.named.values()]
+        is_exact = _names_each_once(line, 1, fields, b"\\u" in line) and _are_exact(others)
+    if not is_exact:
+        try:
+            record = json.loads(line, object_pairs_hook=_Object)
+        except ValueError:  # an integer with more digits than Python converts
+            return None, _TOO_DEEP
+        if twice := next(_named_twice(record, fields), None):
+            return record, UnusableText("bad_json", f"the key {twice} occurs twice in one object")
+    text = fields.text(record)
+    if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
+        text = line.decode()
+    return record, text
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys occur twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice: list[str] = []
+        if len(self) < len(pairs):
+            self.twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+
+
+def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
+    """Yield the keys of the text's fields that occur twice in their object, and any such key in messages."""
+    for path in fields.text_paths:
+        inner = record
+        for name in path:
+            if isinstance(inner, _Object) and name in inner.twice:
+                yield name
+            inner = text_fields.value_at(inner, (name,))
+        inside = [inner] if fields.is_chat else []
+        while inside:
+            value = inside.pop()
+            if isinstance(value, _Object):
+                yield from value.twice
+                inside += reversed(value.values())
+            elif isinstance(value, list):
+                inside += reversed(value)
+
+
+def why_not_json(line: bytes) -> UnusableText:
+    """Return why a line is not JSON, in words that no version of a library changes."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return UnusableText("undecodable", f"byte {error.start} of the line is not utf-8")
+    if is_too_deep(line):
+        return _TOO_DEEP
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        at = len(text[: error.pos].encode())
+        what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
+        return UnusableText("bad_json", f"the line {what}")
+    except ValueError:
+        return _TOO_DEEP
+    if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
+        return UnusableText("surrogate", f"it has half of a surrogate pair, {half[0]} or another")
+    return UnusableText("bad_json", "the line has NaN, Infinity or a number beyond 1.8e308")
+
+
+_TOO_DEEP = UnusableText(
+    "bad_json",
+    f"it is nested too deep, more than {text_fields.MAX_JSON_DEPTH} levels, or has too long a number",
+)
+
+
+def is_too_deep(raw: bytes | bytearray) -> bool:
+    """Return whether objects and lists are nested more than MAX_JSON_DEPTH deep.
+
+    Takes 0.2 us for a line with no more brackets than that, otherwise as much per bracket and string.
+    """
+    most = text_fields.MAX_JSON_DEPTH
+    if len(raw) <= 2 * most or raw.count(b"[") + raw.count(b"{") <= most:
+        return False
+    steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", raw))
+    return max(itertools.accumulate(steps), default=0) > most

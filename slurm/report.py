@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import datetime
 import itertools
+import math
 import json
 import os
 import re
@@ -35,6 +36,14 @@ from slurm.state import DatasetState, find_state
 from slurm.status_data import status_data
 
 _REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
+_SHARD_NUMBERS = (
+    "num_done",
+    "num_running",
+    "num_pending",
+    "num_failed",
+    "num_not_submitted",
+    "num_not_visible",
+)
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
@@ -97,7 +106,7 @@ def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str,
             "verified": state.is_verified,
             **{name: status[name] for name in ("done", "running", "pending", "not_submitted", "not_visible")},
             **{name: status[name] for name in ("wrong", "broken", "other_plan")},
-            "num_done": len(state.made.done),
+            **{name: status[name] for name in _SHARD_NUMBERS},
             "failed": status["causes"],
             "remedies": status["remedies"],
             "missing": id_ranges(set(range(plan.num_shards)) - state.made.done.keys()),
@@ -184,8 +193,20 @@ def _work(state: DatasetState) -> dict[str, Any]:
         "cpu_s": round(sum(each.cpu_s for each in made), 1),
         "had_cpu_s": round(sum(each.wall_s * each.num_cpus for each in made), 1),
         "transform_cpu_s": round(sum(each.transform_cpu_s for each in made), 1),
+        "done_over_time": _done_over_time([each.ended for each in made], min(each.began for each in made)),
         "nodes": dict(Counter(each.host for each in made).most_common()),
     }
+
+
+def _done_over_time(ends: Sequence[float], began: float) -> list[float]:
+    """Return the share of the done shards at 61 even times from the first begin to the last end."""
+    in_order = sorted(ends)
+    span = in_order[-1] - began
+    shares = []
+    for number in range(61):
+        num_done = bisect.bisect_right(in_order, began + span * number / 60)
+        shares.append(round(num_done / len(in_order), 4))
+    return shares
 
 
 def write_chat_template() -> None:
@@ -258,6 +279,7 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         percent="{:.2%}".format,
         quoted=shlex.quote,
         ids=_short_ids,
+        log_share=_log_share,
     )
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
 
@@ -266,3 +288,8 @@ def _short_ids(ids: str) -> str:
     """Format ids such as ``0-2,5`` for the page: ``0-2, 5``, with long lists cut."""
     shown = ids if len(ids) <= 150 else ids[: ids.rindex(",", 0, 150)] + ",..."
     return shown.replace(",", ", ")
+
+
+def _log_share(value: float, longest: float) -> str:
+    """Return where a length stands on a logarithmic scale from 1 to ``longest``, in percent."""
+    return f"{100 * math.log(max(value, 1)) / math.log(max(longest, 2)):.2f}"

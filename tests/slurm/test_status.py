@@ -23,6 +23,7 @@ from itertools import product
 from operator import methodcaller as did
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
@@ -1086,6 +1087,22 @@ def test_the_lengths_of_a_report_are_those_of_the_texts(tmp_path: Path) -> None:
     for percent in (50, 90, 99):
         exact = sorted(num_tokens)[math.ceil(len(lengths) * percent / 100) - 1]
         assert exact <= whole[f"length_p{percent}"] <= exact * 1.125
+
+
+def test_the_pictures_of_a_report_are_svg_that_show_its_numbers(reported: World, tmp_path: Path) -> None:
+    found = report(reported.data_dir)
+    shares = found["work"]["done_over_time"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    source, _ = page(reported.data_dir, tmp_path)
+    drawn = re.findall(r"<svg.*?</svg>", source, re.DOTALL)
+    for picture in drawn:
+        ElementTree.fromstring(picture)
+    widths = re.findall(r'class="bar" width="([\d.]+)" height="10"', source)
+    parts = [each for each in found["sources"] if not each["is_all"]]
+    expected = [100 * each["num_tokens"] / found["counts"]["num_tokens"] for each in parts]
+    assert [float(width) for width in widths] == pytest.approx(expected, abs=0.01)
+    assert len(expected) > 1
 
 
 def test_markup_stays_text_and_no_secret_is_shown(reported: World, tmp_path: Path) -> None:

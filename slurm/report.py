@@ -9,8 +9,8 @@ import bisect
 import dataclasses
 import datetime
 import itertools
-import math
 import json
+import math
 import os
 import re
 import shlex

@@ -28,8 +28,8 @@ from loader_data_sets import preprocess
 from loader_footprint import footprints, peak_bytes_of
 from measured_run import machine_line
 
-from preprocess.make.engines import TokenBatch
-from preprocess.make.shard_writer import START, packer_of
+from preprocess.make.packing import START, packer_of
+from preprocess.make.token_ids import TokenBatch
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import DatasetSpec, TokenizerSpec
 

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preprocess.make.engines import TokenBatch
+from preprocess.make.json_ids import json_ids
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.shard_writer import json_ids
+from preprocess.make.token_ids import TokenBatch
 from preprocess.make.worker import Worker
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from shardprep.files import WRITE_BYTES

@@ -34,8 +34,8 @@ FORMS = {
 def stages_of(data: Path) -> dict[str, float]:
     """Make shard 0 of a data set in this process and thread, and return the CPU seconds of each stage."""
     from preprocess.make.resources import WorkerSettings, bind_to
-    from preprocess.make.shard_writer import ShardWriter
     from preprocess.make.worker import Worker
+    from preprocess.make.writer import ShardWriter
     from preprocess.read.documents import DocumentReader
     from shardprep.format.data_folder import DataFolder
     from shardprep.format.manifest import RunFacts

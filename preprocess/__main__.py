@@ -139,8 +139,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the missing shards on this machine."""
     from lustre import released_lines
-    from preprocess.make.shard_writer import missing_shards
-    from preprocess.make.worker import amounts_line, run_shards
+    from preprocess.make.attempt import missing_shards
+    from preprocess.make.log_lines import amounts_line
+    from preprocess.make.many import run_shards
     from shardprep.format.jobs import RunRecord
     from shardprep.format.plan import need_plan
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.make import resources
-from preprocess.make.engines import PROBE
+from preprocess.make.probe import PROBE
 from preprocess.make.worker import Worker
 from preprocess.plan.planning import make_plan, scratch_folder
 from preprocess.plan.tokenizer import document_ends_line

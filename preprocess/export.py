@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preprocess.make.engines import Ids
+from preprocess.make.token_ids import Ids
 from preprocess.read.formats import Numbers
 from shardprep import files
 from shardprep.command_line import needs

@@ -39,9 +39,10 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
-from preprocess.make.engines import TokenBatch, decode, load_tokenizer
+from preprocess.make.chosen_engine import load_engine
+from preprocess.make.reference import decode, load_tokenizer
 from preprocess.make.resources import InputSettings
-from preprocess.make.worker import load_engine
+from preprocess.make.token_ids import TokenBatch
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.formats import Numbers, Texts

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.engines import Ids, decode, load_tokenizer
+from preprocess.make.reference import decode, load_tokenizer
+from preprocess.make.token_ids import Ids
 from shardprep.console import counted, output_is_read, print_lines, with_progress
 from shardprep.errors import NotFound, UsageError
 from shardprep.format import commands, names

@@ -163,7 +163,7 @@ def _make_again(
     ``num_deep`` shards with input are chosen, the same ones for a plan each time, in addition to ``again``.
     Raises the errors of loading a Worker.
     """
-    from preprocess.make.worker import Worker  # it imports the libraries of a worker
+    from preprocess.make.worker import Worker
 
     num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]

@@ -79,19 +79,27 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)", "pass", SPEED),
         ("opened.enter_context(idx.file)", "pass", "the file closes when its object is freed"),
     ],
-    "preprocess/make/shard_writer.py": [
-        ("(numbers < number)", "((numbers <= number))", "that document is for validation"),
+    "preprocess/make/counts.py": [
+        ("histogram = [0] * 64", "histogram = [0] * (65)", "trailing zeros are dropped"),
+        ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),
+    ],
+    "preprocess/make/packing.py": [
         ("self._turn = 0", "self._turn = (1)", "turns are compared only with each other"),
+        ("len(self._closed) >= self.group_rows", "(len(self._closed) > self.group_rows)", "happens later"),
+        ("(0, *row.first)", "((1), *row.first)", "the place of a row's first document is not used"),
+    ],
+    "preprocess/make/rows.py": [
+        ("(numbers < number)", "((numbers <= number))", "that document is for validation"),
         ("spec.validation_fraction else 1", "spec.validation_fraction else (2)", MEMORY),
+        ("self._num_held_tokens = 0", "self._num_held_tokens = (1)", MEMORY),
+    ],
+    "preprocess/make/tar_headers.py": [
         ("lines[-1] >= 10**8", "lines[-1] >= (11)**8", "needs a shard of 10^8 lines"),
         ("if len(lines) and lines[-1] >= 10**8", "if (not (len(lines) and lines[-1] >= 10 ** 8))", SPEED),
-        ("len(self._closed) >= self.group_rows", "(len(self._closed) > self.group_rows)", "happens later"),
-        ("self._num_held_tokens = 0", "self._num_held_tokens = (1)", MEMORY),
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 in both cases"),
-        ("histogram = [0] * 64", "histogram = [0] * (65)", "trailing zeros are dropped"),
+    ],
+    "preprocess/make/writer.py": [
         ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),
-        ("64 << (LENGTH_BITS - 1)", "64 << (LENGTH_BITS - (2))", LIMIT),
-        ("(0, *row.first)", "((1), *row.first)", "the place of a row's first document is not used"),
     ],
     "shardprep/format/manifest.py": [
         ("_MAX_FINDINGS_BYTES = 64", "_MAX_FINDINGS_BYTES = (65)", LIMIT),

@@ -17,23 +17,26 @@ import os
 import platform
 import resource
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import shardprep
-from preprocess.make import engines, resources
-from preprocess.make.engines import Engine
+from preprocess.make import resources
+from preprocess.make.attempt import finished_manifest
+from preprocess.make.chosen_engine import load_engine
+from preprocess.make.in_order import in_order
+from preprocess.make.log_lines import done_line, input_line
+from preprocess.make.pieces import EncodedBatch
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.shard_writer import EncodedBatch, ShardWriter, finished_manifest
+from preprocess.make.token_ids import NO_LOSS
+from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentBatch, DocumentReader, advice_about
 from preprocess.read.formats import BATCH_BYTES, Texts
-from shardprep.console import Progress, counted, guard_streams, quoted, say, short_bytes, short_number
-from shardprep.errors import BadInput, CannotWrite, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
+from shardprep.console import Progress, counted, quoted, say
+from shardprep.errors import BadInput, CannotWrite, ReadWriteError
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
@@ -42,19 +45,16 @@ from shardprep.format.plan import (
     EngineName,
     Plan,
     PlannedShard,
-    check_tokenizer_files,
     need_plan,
 )
 
 if TYPE_CHECKING:  # a task of one shard does without them
-    from shardprep.format.jobs import Failure
+    pass
 
 _MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
-_MAX_NAMED_INPUTS = 3  # of a shard, in the log
 _SLURM_VARIABLES = [
     f"SLURM_{name}" for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 ]
-
 OnBatch = Callable[[int, dict[str, int]], None]  # is called with bytes of input, and counts by noun
 
 
@@ -78,46 +78,6 @@ def make_shard(
     manifest = worker.run_shard(shard, progress.add)
     say(done_line(manifest, folder))
     return 0
-
-
-def input_line(plan: Plan, shard: PlannedShard) -> str:
-    """Return a log line with the input files of a shard, and the byte range of each one that is not whole."""
-    inputs = []
-    for byte_range in shard.ranges:
-        item = plan.inputs[byte_range.input_number]
-        line = item.path
-        if (byte_range.start, byte_range.end) != (0, item.num_bytes):
-            # "file bytes": here the offsets of documents are rows, or bytes of the decompressed text.
-            unit = "bytes" if byte_range.kind.is_in_bytes else "file bytes"
-            line += f" {unit} {byte_range.start} to {byte_range.end}"
-        inputs.append(line)
-    if len(inputs) > _MAX_NAMED_INPUTS:
-        inputs = [*inputs[: _MAX_NAMED_INPUTS - 1], "...", f"{inputs[-1]} ({len(inputs)} files)"]
-    amount = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(inputs)}"
-    return f"shard {shard.shard_id:05d} of {plan.num_shards}: {amount if inputs else 'no input'}"
-
-
-def done_line(manifest: Manifest, folder: DataFolder) -> str:
-    """Return a log line with the counts of a finished shard, its speed and its cost."""
-    run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
-    facts = [amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run.wall_s)]
-    if left_out := sum(counts.quarantined.values()):
-        facts.append(
-            f"{counted(left_out, 'document')} left out: {folder.path_of(names.quarantine_name(shard_id))}"
-        )
-    facts.append(f"{run.cpu_s:.1f} s of CPU")
-    if run.transform_cpu_s:
-        facts.append(f"{run.transform_cpu_s:.1f} of them in --transform")
-    facts.append(f"{short_bytes(run.max_rss_bytes)} of memory")
-    facts.append(f"a tar of {short_bytes(manifest.tar.num_bytes)}")
-    return f"shard {shard_id:05d} is done: {', '.join(facts)}"
-
-
-def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: float) -> str:
-    """Return documents and tokens with their time, and the rates of input bytes and tokens per second."""
-    amounts = f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s"
-    wall_s = max(wall_s, 1e-3)
-    return f"{amounts} ({short_bytes(num_bytes / wall_s)}/s, {short_number(num_tokens / wall_s)} tokens/s)"
 
 
 class Worker:
@@ -188,7 +148,7 @@ class Worker:
         if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         encode = functools.partial(self._encode_and_lay_out, writer, blanked)
-        with contextlib.closing(_in_order(encode, batches, self._num_encoders)) as encoded, writer:
+        with contextlib.closing(in_order(encode, batches, self._num_encoders)) as encoded, writer:
             for batch in encoded:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
@@ -226,7 +186,7 @@ class Worker:
         is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         blank_ids = np.uint32(names.BLANK)
         if plan.options.is_chat:  # keep the loss mask
-            blank_ids = (tokens.ids & engines.NO_LOSS) | blank_ids
+            blank_ids = (tokens.ids & NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
         digests = None
         if plan.options.digests:
@@ -266,186 +226,3 @@ class Worker:
         )
         fields = {"found": found, "expected": expected, "advice": advice, "remedy": remedy}
         raise BadInput(message, path=quarantine.path, **fields)
-
-
-def load_engine(plan: Plan, folder: DataFolder, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
-    """Return an engine that gives the planned ids for the plan's probe.
-
-    Raises OtherTokenizer if the tokenizer's files changed, or if even the reference gives other ids.
-    Raises UsageError if ``wanted`` cannot be used.
-    """
-    path = folder.path_of(f"{names.TOKENIZER_DIR}/{names.TOKENIZER_FILE}")
-    options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
-    allow = options.encodes_control_tokens
-    if wanted == "gigatoken" or (wanted == "auto" and plan.fast_engine_is_equal):
-        has_fast_file = names.FAST_TOKENIZER_FILE in plan.tokenizer_files
-        name = names.FAST_TOKENIZER_FILE if has_fast_file else names.TOKENIZER_FILE
-        content = check_tokenizer_files(folder, plan.tokenizer_files, name)
-        fast = engines.equal_fast_engine(content, path, probe, expected, allow_special_tokens=allow)
-        if isinstance(fast, Engine):
-            return fast if options.add_special_tokens else fast.bare()
-        if wanted == "gigatoken":
-            raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
-        warn(f"gigatoken cannot be used for this tokenizer ({fast}); using tokenizers, which is slower")
-    content = check_tokenizer_files(folder, plan.tokenizer_files, names.TOKENIZER_FILE)
-    tokenizer = engines.load_tokenizer(path, content)
-    engine = engines.reference_engine(tokenizer, allow_special_tokens=allow, name=str(path))
-    found = engines.ids_sha256([engine.encode(probe)])
-    if found != expected:
-        ids = f"other ids ({found[:12]}, expected {expected[:12]}) than at planning"
-        what = f"tokenizers {engine.version} encodes the plan's probe to {ids}"
-        raise OtherTokenizer(f"{what}; install the version that planned, or plan again")
-    return engine if options.add_special_tokens else engine.bare()
-
-
-def _in_order(
-    encode: Callable[[DocumentBatch], EncodedBatch], batches: Iterator[DocumentBatch], num_encoders: int
-) -> Generator[EncodedBatch, None, None]:
-    """Call ``encode`` on each batch in threads, and yield the results in order.
-
-    Another thread reads the next batch: file reads and decompression release the interpreter's lock. At most
-    ``num_encoders`` + 2 batches are submitted and not yet yielded, which bounds the memory.
-    """
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_encoders) as encoders:
-        pending: deque[Future[EncodedBatch]] = deque()
-        next_batch = reader.submit(next, batches, None)
-        while (documents := next_batch.result()) is not None:
-            next_batch = reader.submit(next, batches, None)
-            pending.append(encoders.submit(encode, documents))
-            if len(pending) > num_encoders + 1:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-# Several shards on this machine. -------------------------------------------------------------------------
-
-
-class _Process:
-    """A worker process, and the shard that it is making."""
-
-    shard_id = -1
-    pipe: Any = None
-    _child: Any = None
-
-    def __init__(self, *args: Any) -> None:
-        self._args = args  # of _serve
-
-    def send(self, shard_id: int) -> None:
-        """Send a shard to the process, which is started if needed."""
-        from multiprocessing import Pipe
-
-        from shardprep.child_process import start_child
-
-        self.shard_id = shard_id
-        if self._child is None:
-            self.pipe, theirs = Pipe()
-            self._child = start_child(_serve, *self._args, theirs)
-            theirs.close()
-        with contextlib.suppress(BrokenPipeError):  # it died while idle: ``receive`` reports that
-            self.pipe.send(shard_id)
-
-    def receive(self) -> Any:
-        """Return the next event: arguments of OnBatch, a Manifest, a Failure, or a line to print."""
-        from shardprep.format.jobs import Failure
-
-        try:
-            return self.pipe.recv()
-        except (EOFError, ConnectionError):
-            code = self.end()
-            how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
-            return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
-
-    def end(self, *, at_once: bool = False) -> int:
-        """Let the process end, by SIGTERM if ``at_once``, and return its exit code."""
-        child, self._child = self._child, None
-        if child is None:
-            return 0
-        if at_once:
-            child.terminate()
-        self.pipe.close()
-        child.join()
-        return child.exitcode or 0
-
-
-def run_shards(
-    folder: DataFolder,
-    settings: WorkerSettings,
-    shard_ids: Iterable[int],
-    cpus_of: list[list[int]],
-    progress: Progress,
-    *,
-    is_verbose: bool,
-) -> tuple[list[Manifest], list[Failure]]:
-    """Make shards in several processes; ``cpus_of`` has the CPUs of each. Return manifests and failures.
-
-    A failure does not stop the other shards. It is printed, and added to the attempt's record for ``status``.
-    If a process dies, its shard has failed, and a new process makes the next one. On Stopped the processes
-    are stopped, too, and clean up.
-    """
-    from multiprocessing.connection import wait
-
-    from shardprep.format.jobs import Failure, append_failure
-
-    todo = deque(shard_ids)
-    failures: list[Failure] = []
-    made: list[Manifest] = []
-    notes: set[str] = set()
-    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
-    try:
-        for process in processes:
-            process.send(todo.popleft())
-        busy = {process.pipe: process for process in processes}
-        while busy:
-            for pipe in wait(list(busy)):
-                process = busy[pipe]
-                event = process.receive()
-                if isinstance(event, tuple):
-                    progress.add(*event)
-                    continue
-                if isinstance(event, str):
-                    if event not in notes:  # each process sends it
-                        say(event)
-                    notes.add(event)
-                    continue
-                if isinstance(event, Failure):
-                    failures.append(event)
-                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
-                    append_failure(event)
-                else:
-                    made.append(event)
-                    if is_verbose:
-                        say(done_line(event, folder))
-                del busy[pipe]
-                if todo:
-                    process.send(todo.popleft())
-                    busy[process.pipe] = process
-                else:
-                    process.end()
-    finally:
-        for process in processes:
-            process.end(at_once=True)
-    return made, sorted(failures, key=lambda failure: failure.shard_id)
-
-
-def _serve(
-    folder: DataFolder, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any
-) -> None:
-    """Make the shards whose ids come through the pipe, and send events back. Runs in a worker process."""
-    from shardprep.format.jobs import Failure
-
-    worker, shard_id = None, -1
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        guard_streams()
-        resources.bind_to(cpus)
-        while True:
-            shard_id = pipe.recv()
-            try:
-                if worker is None:
-                    plan = need_plan(folder).at(settings.input_dir)
-                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
-                    if is_verbose:
-                        pipe.send(worker.resources_line())
-                pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
-            except ShardprepError as error:
-                pipe.send(Failure.of(shard_id, error))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from preprocess.make.engines import NO_LOSS, TokenBatch
+from preprocess.make.token_ids import NO_LOSS, TokenBatch
 from preprocess.read import chat
 from preprocess.read.answers import REASONING_KEYS, len_of_common_beginning, strings_in
 from preprocess.read.documents import DocumentBatch

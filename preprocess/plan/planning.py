@@ -27,8 +27,11 @@ import msgspec
 import numpy as np
 
 import lustre
-from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.make.shard_writer import Counting, ShardWriter
+from preprocess.make.counts import Counting
+from preprocess.make.engine import Engine
+from preprocess.make.fast import equal_fast_engine
+from preprocess.make.probe import FEW_BYTES, ids_sha256
+from preprocess.make.writer import ShardWriter
 from preprocess.plan.conversations import ConversationSample, fitted_template, template_warnings
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer

@@ -29,7 +29,10 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import shardprep
-from preprocess.make import engines
+from preprocess.make.engine import Engine
+from preprocess.make.merges import without_unused_merges
+from preprocess.make.probe import PROBE, gate_texts, ids_sha256, probe_texts
+from preprocess.make.reference import load_tokenizer, reference_engine
 from preprocess.read.formats import Texts
 from preprocess.read.inputs import fetch_command
 from shardprep import errors, files
@@ -73,18 +76,18 @@ class ResolvedTokenizer(TokenizerFacts):
     files: dict[str, FileStamp]
     folder: Path
     cache_entry: Path | None
-    reference: engines.Engine  # ``tokenizers``
+    reference: Engine  # ``tokenizers``
 
-    def passes_gate(self, fast: engines.Engine) -> bool:
+    def passes_gate(self, fast: Engine) -> bool:
         """Return whether an engine gives the reference's ids for ``gate_texts``. Takes 2 s for Llama 3's."""
         # If it passed before, there is an empty file beside the cache's entry.
         verdict = self.cache_entry and self.cache_entry.with_suffix(f".{fast.name}")
         with contextlib.suppress(ShardprepError):
             if verdict and files.size_of_file(verdict) is not None:
                 return True
-        texts = Texts.of_strings(engines.gate_texts(self.saved[TOKENIZER_FILE]))
+        texts = Texts.of_strings(gate_texts(self.saved[TOKENIZER_FILE]))
         ids, expected = (engine.encode(texts) for engine in (fast, self.reference))
-        is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
+        is_equal = ids_sha256([ids]) == ids_sha256([expected])
         if verdict and is_equal:
             with contextlib.suppress(OSError):
                 verdict.touch()
@@ -138,7 +141,7 @@ def resolve_tokenizer(
         saved, tokenizer = plain
     else:
         saved, tokenizer, loaded_as = _saved_by_transformers(name, folder, given)
-    engine = engines.reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
+    engine = reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
     if facts is None:
         data = _json_object(saved, TOKENIZER_FILE)
         if dropout := (data.get("model") or {}).get("dropout"):
@@ -149,10 +152,10 @@ def resolve_tokenizer(
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
         fingerprint, size = names.fingerprint_of(data), max(vocab.values()) + 1
         spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
-        if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
+        if for_fast_engine and (shorter := without_unused_merges(data)) is not None:
             saved[names.FAST_TOKENIZER_FILE] = shorter
-        probe = engines.probe_texts(data)
-        probe_sha256 = engines.ids_sha256([engine.encode(Texts.of_strings(probe))])
+        probe = probe_texts(data)
+        probe_sha256 = ids_sha256([engine.encode(Texts.of_strings(probe))])
         alteration = ""
         if loaded_as:
             alteration = alteration_by(
@@ -180,9 +183,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     return vocab
 
 
-def alteration_by(
-    kind: str, engine: engines.Engine, saved: bytes, path: Path, *, allow_special_tokens: bool
-) -> str:
+def alteration_by(kind: str, engine: Engine, saved: bytes, path: Path, *, allow_special_tokens: bool) -> str:
     """Return a warning if a class of transformers gives other ids than the tokenizer.json at ``path``.
 
     Some classes build their own splitter, normalizer or post-processor and take only the vocabulary of the
@@ -190,10 +191,10 @@ def alteration_by(
     and vLLM, get others. ``engine`` and ``saved`` are the tokenizer of transformers. Takes 2 s for 128,000
     tokens.
     """
-    texts = [*engines.probe_texts(split_tokenizer(saved)[0]), *engines.gate_texts(saved)]
+    texts = [*probe_texts(split_tokenizer(saved)[0]), *gate_texts(saved)]
     try:
-        alone = engines.load_tokenizer(path)
-        reference = engines.reference_engine(alone, allow_special_tokens=allow_special_tokens, name=str(path))
+        alone = load_tokenizer(path)
+        reference = reference_engine(alone, allow_special_tokens=allow_special_tokens, name=str(path))
         own = reference.encode(Texts.of_strings(texts)).documents()
     except (*files.NOT_THERE, errors.ReadWriteError, errors.BadInput):
         return ""  # the file alone is of no use to anybody
@@ -234,7 +235,7 @@ def _saved_by_transformers(
     if lost := [role for role in wanted if wanted[role] and not left[role]]:
         found = f"a {TOKENIZER_CONFIG} in which transformers found no {', '.join(lost)}; run this again"
         raise errors.ReadWriteError(path=name, found=found)
-    return saved, engines.load_tokenizer(folder / TOKENIZER_FILE), kind
+    return saved, load_tokenizer(folder / TOKENIZER_FILE), kind
 
 
 def _stamps_of(contents: Files) -> dict[str, FileStamp]:
@@ -385,11 +386,11 @@ def save_tokenizer(model_id: str, folder: Path) -> str:
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         wrong = "whose saved files transformers loads as another tokenizer"
     # Control tokens are allowed here as by transformers, whatever the plan says.
-    allow, saved = not tokenizer.split_special_tokens, engines.load_tokenizer(folder / TOKENIZER_FILE)
-    engine = engines.reference_engine(saved, allow_special_tokens=allow, name=model_id)
-    ids = [document.tolist() for document in engine.encode(Texts.of_strings(engines.PROBE)).documents()]
+    allow, saved = not tokenizer.split_special_tokens, load_tokenizer(folder / TOKENIZER_FILE)
+    engine = reference_engine(saved, allow_special_tokens=allow, name=model_id)
+    ids = [document.tolist() for document in engine.encode(Texts.of_strings(PROBE)).documents()]
     try:
-        if tokenizer(list(engines.PROBE))["input_ids"] != ids:
+        if tokenizer(list(PROBE))["input_ids"] != ids:
             wrong = wrong or "which changes texts before its tokenizer.json encodes them"
     except Exception as error:
         wrong = f"which encodes no plain text ({words_of_fault(error)})"
@@ -429,9 +430,9 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
-def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
+def added_ids(engine: Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and after a text, found by encoding one."""
-    for text in ("a", *engines.PROBE):  # several, because a small vocabulary may drop some
+    for text in ("a", *PROBE):  # several, because a small vocabulary may drop some
         texts = Texts.of_strings([text])
         around, bare = engine.encode(texts).ids.tolist(), engine.bare().encode(texts).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
@@ -440,7 +441,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def document_ends_line(plan: Plan, engine: engines.Engine, tokenizer_json: bytes) -> str:
+def document_ends_line(plan: Plan, engine: Engine, tokenizer_json: bytes) -> str:
     """Describe the tokens with which documents begin and end."""
     if plan.options.is_chat:
         return ""

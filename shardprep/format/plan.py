@@ -405,7 +405,7 @@ class _Decisions:
     max_bad_fraction: Annotated[float, Meta(ge=0, le=1)]
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # files in DATA/tokenizer, by name
-    probe: list[str]  # texts on which engines may differ, see engines.py
+    probe: list[str]  # texts on which engines may differ, see make/probe.py
     probe_sha256: Digest  # of the probe's ids from the reference engine
     fast_engine_is_equal: bool  # the fast engine gave equal ids for the probe and a sample
 

@@ -168,7 +168,9 @@ AROUND_FOLDERS = {
     "lustre/layout.py": "a new file that keeps a layout, created exclusively",
     "lustre/lfs.py": "/proc",
     "preprocess/doctor.py": "/sys and a scratch folder",
-    "preprocess/make/engines.py": "/proc, and the folder of libraries",
+    "preprocess/make/engine.py": "the folder of libraries",
+    "preprocess/make/fast.py": "/proc",
+    "preprocess/make/reference.py": "a tokenizer's file",
     "preprocess/make/resources.py": "/proc and /sys",
     "preprocess/overlap.py": "lists of duplicates, at names that the user gives",
     "preprocess/plan/inputs.py": "the raw input",
@@ -220,7 +222,7 @@ def test_files_are_touched_through_folders_or_where_the_table_says_why() -> None
 REPORTING = """
 import atexit, json, multiprocessing.util, os, sys
 def tell(*_):
-    if "preprocess.make.shard_writer" in sys.modules:
+    if "preprocess.make.writer" in sys.modules:
         with open(os.environ["REPORT"], "a") as file:
             file.write(json.dumps(sorted(sys.modules)) + "\\n")
 atexit.register(tell)

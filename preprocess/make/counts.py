@@ -1,0 +1,139 @@
+"""The counts of a shard: documents, tokens and lengths by source, and documents that were left out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from preprocess.make.members import DocumentMembers
+from preprocess.make.rows import RowMembers
+from preprocess.read.documents import BadDocument, DocumentBatch
+from preprocess.read.formats import Numbers, Texts
+from shardprep.errors import BadInput
+from shardprep.format import manifest as manifests
+from shardprep.format import names
+from shardprep.format.manifest import LENGTH_BITS, ValidationCounts
+
+_MAX_SOURCES = 1000  # per shard: its manifest lists them
+_NUM_LENGTH_BINS = 64 << (LENGTH_BITS - 1)  # for the lengths in TextCounts
+
+
+class _Source:
+    """The counts of one source."""
+
+    def __init__(self) -> None:
+        self.num_quarantined = 0
+        self.num_bytes = 0  # of the input files, or of the texts if records name the source
+        self.num_text_bytes = self.num_chars = 0
+        self._lengths = np.zeros((2, _NUM_LENGTH_BINS), np.int64)  # documents and tokens
+
+    def add(self, texts: Texts, num_tokens: Numbers, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.num_text_bytes += texts.num_bytes
+        # Continuation bytes of UTF-8 are 10xxxxxx.
+        is_inside = np.frombuffer(texts.joined, np.int8) < -64
+        self.num_chars += texts.num_bytes - int(np.count_nonzero(is_inside))
+        dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)  # bits after the first LENGTH_BITS
+        place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
+        self._lengths[0] += np.bincount(place, minlength=_NUM_LENGTH_BINS)
+        self._lengths[1] += np.bincount(place, num_tokens, _NUM_LENGTH_BINS).astype(np.int64)
+
+    def lengths(self) -> dict[int, list[int]]:
+        """Return documents and tokens by length, as TextCounts has them."""
+        found = {}
+        for place in np.flatnonzero(self._lengths[0]).tolist():
+            dropped = max((place >> (LENGTH_BITS - 1)) - 1, 0)
+            found[(place - (dropped << (LENGTH_BITS - 1))) << dropped] = self._lengths[:, place].tolist()
+        return found
+
+
+class Counting:
+    """The counts of a shard so far."""
+
+    def __init__(self, shard_id: int) -> None:
+        self._shard_id = shard_id
+        self.num_documents = self.num_tokens = 0  # without padding
+        self._num_lines = self._num_used_lines = self._input_bytes = 0
+        self._sources: defaultdict[str, _Source] = defaultdict(_Source)
+        self.bad: list[BadDocument] = []
+
+    @property
+    def bad_fraction(self) -> float:
+        """Return the share of unusable documents so far, without those that the user chose to leave out."""
+        num_bad = sum(not names.is_chosen(bad.reason) for bad in self.bad)
+        return num_bad / max(1, num_bad + self.num_documents)
+
+    @property
+    def bad_reasons(self) -> set[str]:
+        """Return the reasons why documents were left out."""
+        return {bad.reason for bad in self.bad}
+
+    def add(self, documents: DocumentBatch, num_tokens: Numbers) -> None:
+        """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
+        file_source = names.source_of_path(documents.input_path)
+        self.num_documents += len(documents.lines)
+        self.num_tokens += int(num_tokens.sum())
+        self._num_lines += documents.num_lines
+        # Several documents of a conversation have one line.
+        self._num_used_lines += len(documents.lines) - int(np.count_nonzero(np.diff(documents.lines) == 0))
+        self._input_bytes += documents.num_bytes
+        if "source" not in documents.columns:
+            self._source(file_source).add(documents.texts, num_tokens, documents.num_bytes)
+        numbers_of = defaultdict[str, list[int]](list)  # documents of each source that records name
+        for number, name in enumerate(documents.columns.get("source", ())):
+            numbers_of[name or file_source].append(number)
+        for name, numbers in numbers_of.items():
+            texts = documents.texts.only(numbers)
+            self._source(name).add(texts, num_tokens[numbers], texts.num_bytes)
+        self.bad += documents.bad
+        for bad in documents.bad:
+            self._source(bad.source or file_source).num_quarantined += 1
+
+    def _source(self, name: str) -> _Source:
+        source = self._sources[name]
+        if len(self._sources) > _MAX_SOURCES:
+            found = f"documents of more than {_MAX_SOURCES} sources in shard {self._shard_id:05d}, such as "
+            expected = "a --source_field with fewer values, or none"
+            raise BadInput(found=f"{found}{name[:60]!r}", expected=expected)
+        return source
+
+    def counts(
+        self, num_samples: int, members: RowMembers | DocumentMembers, validation: ValidationCounts | None
+    ) -> tuple[manifests.ShardCounts, dict[str, manifests.TextCounts]]:
+        """Return the counts of the shard, and the counts of texts by source."""
+        histogram = [0] * 64
+        sources, texts = {}, {}
+        for name, source in sorted(self._sources.items()):
+            lengths = source.lengths()
+            for low, (num_documents, _) in lengths.items():
+                histogram[low.bit_length()] += num_documents
+            sources[name] = manifests.SourceCounts(
+                num_documents=sum(both[0] for both in lengths.values()),
+                num_tokens=sum(both[1] for both in lengths.values()),
+                num_bytes=source.num_bytes,
+                num_quarantined=source.num_quarantined,
+            )
+            if lengths:
+                texts[name] = manifests.TextCounts(
+                    num_bytes=source.num_text_bytes,
+                    num_chars=source.num_chars,
+                    lengths={str(low): both for low, both in lengths.items()},
+                )
+        while histogram and not histogram[-1]:
+            histogram.pop()
+        counts = manifests.ShardCounts(
+            num_samples=num_samples,
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
+            num_lines=self._num_lines,
+            num_empty_lines=self._num_lines - self._num_used_lines - len(self.bad),
+            input_bytes=self._input_bytes,
+            num_pad_tokens=members.num_padding,
+            num_documents_across_rows=members.num_split,
+            quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
+            length_histogram=histogram,
+            sources=sources,
+            validation=validation,
+        )
+        return counts, texts

@@ -1,0 +1,156 @@
+"""Make several shards on this machine.
+
+Each process loads the tokenizer once, and makes one shard after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from preprocess.make import resources
+from preprocess.make.log_lines import done_line
+from preprocess.make.resources import WorkerSettings
+from preprocess.make.worker import Worker
+from shardprep.console import Progress, guard_streams, say
+from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.manifest import Manifest
+from shardprep.format.plan import (
+    need_plan,
+)
+
+if TYPE_CHECKING:  # a task of one shard does without them
+    from shardprep.format.jobs import Failure
+
+
+class _Process:
+    """A worker process, and the shard that it is making."""
+
+    shard_id = -1
+    pipe: Any = None
+    _child: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self._args = args  # of _serve
+
+    def send(self, shard_id: int) -> None:
+        """Send a shard to the process, which is started if needed."""
+        from multiprocessing import Pipe
+
+        from shardprep.child_process import start_child
+
+        self.shard_id = shard_id
+        if self._child is None:
+            self.pipe, theirs = Pipe()
+            self._child = start_child(_serve, *self._args, theirs)
+            theirs.close()
+        with contextlib.suppress(BrokenPipeError):  # it died while idle: ``receive`` reports that
+            self.pipe.send(shard_id)
+
+    def receive(self) -> Any:
+        """Return the next event: arguments of OnBatch, a Manifest, a Failure, or a line to print."""
+        from shardprep.format.jobs import Failure
+
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            code = self.end()
+            how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+            return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
+
+    def end(self, *, at_once: bool = False) -> int:
+        """Let the process end, by SIGTERM if ``at_once``, and return its exit code."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        if at_once:
+            child.terminate()
+        self.pipe.close()
+        child.join()
+        return child.exitcode or 0
+
+
+def run_shards(
+    folder: DataFolder,
+    settings: WorkerSettings,
+    shard_ids: Iterable[int],
+    cpus_of: list[list[int]],
+    progress: Progress,
+    *,
+    is_verbose: bool,
+) -> tuple[list[Manifest], list[Failure]]:
+    """Make shards in several processes; ``cpus_of`` has the CPUs of each. Return manifests and failures.
+
+    A failure does not stop the other shards. It is printed, and added to the attempt's record for ``status``.
+    If a process dies, its shard has failed, and a new process makes the next one. On Stopped the processes
+    are stopped, too, and clean up.
+    """
+    from multiprocessing.connection import wait
+
+    from shardprep.format.jobs import Failure, append_failure
+
+    todo = deque(shard_ids)
+    failures: list[Failure] = []
+    made: list[Manifest] = []
+    notes: set[str] = set()
+    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
+    try:
+        for process in processes:
+            process.send(todo.popleft())
+        busy = {process.pipe: process for process in processes}
+        while busy:
+            for pipe in wait(list(busy)):
+                process = busy[pipe]
+                event = process.receive()
+                if isinstance(event, tuple):
+                    progress.add(*event)
+                    continue
+                if isinstance(event, str):
+                    if event not in notes:  # each process sends it
+                        say(event)
+                    notes.add(event)
+                    continue
+                if isinstance(event, Failure):
+                    failures.append(event)
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    append_failure(event)
+                else:
+                    made.append(event)
+                    if is_verbose:
+                        say(done_line(event, folder))
+                del busy[pipe]
+                if todo:
+                    process.send(todo.popleft())
+                    busy[process.pipe] = process
+                else:
+                    process.end()
+    finally:
+        for process in processes:
+            process.end(at_once=True)
+    return made, sorted(failures, key=lambda failure: failure.shard_id)
+
+
+def _serve(
+    folder: DataFolder, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any
+) -> None:
+    """Make the shards whose ids come through the pipe, and send events back. Runs in a worker process."""
+    from shardprep.format.jobs import Failure
+
+    worker, shard_id = None, -1
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        guard_streams()
+        resources.bind_to(cpus)
+        while True:
+            shard_id = pipe.recv()
+            try:
+                if worker is None:
+                    plan = need_plan(folder).at(settings.input_dir)
+                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+                    if is_verbose:
+                        pipe.send(worker.resources_line())
+                pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
+            except ShardprepError as error:
+                pipe.send(Failure.of(shard_id, error))

@@ -1,0 +1,109 @@
+"""Members of a tar for documents: a sample per document, laid out by whole arrays.
+
+The tar has the same bytes as from webdataset's TarWriter. No Python code here loops over tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from preprocess.make.json_ids import json_ids
+from preprocess.make.pieces import Digests, EncodedBatch, TarPiece
+from preprocess.make.tar_headers import document_headers
+from preprocess.make.token_ids import TokenBatch
+from preprocess.read.documents import DocumentBatch
+from preprocess.read.formats import Numbers
+from shardprep.errors import BadInput
+from shardprep.format import names
+from shardprep.format.documents import are_for_validation
+from shardprep.format.index import IDX_DOCUMENT
+from shardprep.format.names import DatasetSpec
+from shardprep.format.plan import PlanOptions
+
+
+class DocumentMembers:
+    """One sample per document: its ``text.txt``, if texts are kept, and its ``token_ids``."""
+
+    num_padding = num_split = 0  # RowMembers counts padding, and documents split over rows
+
+    def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
+        self._spec, self._shard_id, self._options = spec, shard_id, options
+        self._tar_bytes = 0
+        self._field = f"token_ids.{spec.token_format}"
+        vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
+        self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
+        self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
+
+    def lay_out(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> TarPiece:
+        """Return the members of a batch, with offsets from 0. Runs in a thread.
+
+        Raises BadInput if a member is too large for the idx.
+        """
+        lengths, dtype = np.diff(tokens.offsets), self._spec.dtype
+        encoded: Sequence[bytes | memoryview]  # the ids of each document
+        if self._json:
+            id_bytes = self._json.lengths(tokens)
+            written = memoryview(self._json.separated(tokens.ids))
+            bounds = np.cumsum(np.where(lengths > 0, id_bytes, 0)).tolist()
+            encoded = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
+        else:
+            id_bytes = lengths * dtype.itemsize + self._npy_header_bytes
+            parts = zip(lengths.tolist(), tokens.documents(), strict=True)
+            encoded = [names.npy_header(dtype, (num,)) + part.astype(dtype).tobytes() for num, part in parts]
+        fields: list[tuple[str, Numbers, Sequence[bytes | memoryview]]] = [(self._field, id_bytes, encoded)]
+        if self._options.keep_text:
+            texts = documents.texts.each
+            fields.insert(0, (names.TEXT_FIELD, np.fromiter(map(len, texts), np.int64, len(texts)), texts))
+        sizes = np.stack([num_bytes for _, num_bytes, _ in fields], axis=1)
+        if (largest := sizes.max(initial=0)) > names.MAX_MEMBER_BYTES:
+            found = f"a document of {documents.input_path} whose member has {largest} bytes"
+            expected = f"at most {names.MAX_MEMBER_BYTES}; use --record packed, or split the document"
+            raise BadInput(found=found, expected=expected)
+        # Each payload follows its header and fills whole blocks: int64[documents, fields].
+        padded = -(-sizes // names.BLOCK_BYTES) * names.BLOCK_BYTES
+        ends = np.cumsum(padded + names.BLOCK_BYTES).reshape(padded.shape)
+        starts = ends - padded
+        buffer = np.zeros(int(ends[-1, -1]) if len(ends) else 0, np.uint8)
+        for (name, num_bytes, payloads), begins in zip(fields, starts.T, strict=True):
+            headers = document_headers(self._shard_id, documents.lines, name, num_bytes)
+            buffer.reshape(-1, names.BLOCK_BYTES)[begins // names.BLOCK_BYTES - 1] = headers
+            # A loop over slices, at 0.15 us each, beats a scatter at 4 ns per byte.
+            view = buffer.data
+            for begin, payload in zip(begins.tolist(), payloads, strict=True):
+                view[begin : begin + len(payload)] = payload
+        id_starts = starts[:, -1]
+        if self._json:
+            buffer[id_starts] = ord("[")
+            buffer[id_starts + id_bytes - 1] = ord("]")
+        records = np.empty(len(lengths), IDX_DOCUMENT)
+        records["offset"] = id_starts + self._npy_header_bytes
+        records["num_bytes"] = id_bytes - self._npy_header_bytes
+        records["num_tokens"] = lengths
+        records["input_number"] = documents.input_number
+        records["input_offset"] = documents.offsets
+        return TarPiece(buffer.data, records, digests)
+
+    def pieces(self, batch: EncodedBatch) -> Iterator[TarPiece]:
+        """Yield pieces of the tar in order, with the idx records of the samples that they complete."""
+        piece = batch.piece
+        assert piece is not None  # it is from ``lay_out``
+        piece.records["offset"] += self._tar_bytes
+        self._tar_bytes += len(piece.data)
+        if not (fraction := self._spec.validation_fraction):
+            yield piece
+            return
+        # The piece for training has all bytes, so the tar has the order of the input. The one for validation
+        # has only records and digests, which come last in their files.
+        is_validation = are_for_validation(piece.digests, fraction)
+        yield TarPiece(piece.data, piece.records[~is_validation], piece.digests[~is_validation])
+        if is_validation.any():
+            yield TarPiece(
+                b"", piece.records[is_validation], piece.digests[is_validation], is_validation=True
+            )
+
+    def rest(self) -> Iterator[TarPiece]:
+        """Yield the pieces left at the end of the shard: none, as each batch is complete."""
+        return iter(())

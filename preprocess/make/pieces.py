@@ -1,0 +1,37 @@
+"""Pieces of a shard's tar, and the batches that they come from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.make.token_ids import TokenBatch
+from preprocess.read.documents import DocumentBatch
+from shardprep.format.documents import DIGEST
+from shardprep.format.index import IdxRecords
+
+Digests = npt.NDArray[np.void]  # DIGEST[documents]
+NO_DIGESTS = np.empty(0, DIGEST)
+
+
+class TarPiece(NamedTuple):
+    """Consecutive bytes of the tar, with the idx records and digests of the samples that end in them.
+
+    The samples are all for training, or all for validation.
+    """
+
+    data: bytes | memoryview
+    records: IdxRecords
+    digests: Digests = NO_DIGESTS  # of the documents that begin in the samples, if digests are kept
+    is_validation: bool = False
+
+
+class EncodedBatch(NamedTuple):
+    """Encoded documents, and their members of the tar if these depend on this batch alone."""
+
+    documents: DocumentBatch
+    tokens: TokenBatch
+    digests: Digests  # DIGEST[documents], or empty if digests are not kept
+    piece: TarPiece | None  # members, with offsets from 0; None for rows, which are packed in order

@@ -1,0 +1,173 @@
+"""Write one shard: documents and their ids become a tar, its idx, a quarantine file and, last, a manifest.
+
+A data set has one of two forms: a sample per document, or packed rows of seq_len tokens, of which a group
+becomes one member. The groups depend on the documents alone, not on how they are batched. The tar has the
+same bytes as from webdataset's TarWriter. No Python code here loops over tokens.
+
+Files have temporary names until all of them are synced, once, at the end: at most six files (tar, idx,
+quarantine, ids, digests, manifest) and their folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from preprocess.make.attempt import make_mark, marks_of, remove_marks, remove_temporaries_of
+from preprocess.make.counts import Counting
+from preprocess.make.members import DocumentMembers
+from preprocess.make.pieces import NO_DIGESTS, Digests, EncodedBatch, TarPiece
+from preprocess.make.rows import RowMembers
+from preprocess.make.token_ids import TokenBatch
+from preprocess.read.documents import DocumentBatch
+from shardprep import files
+from shardprep.format import names
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.index import IDX_DTYPES, ChunkCrcs, idx_header
+from shardprep.format.manifest import Manifest, RunFacts, ValidationCounts
+from shardprep.format.names import DatasetSpec
+from shardprep.format.plan import PlanOptions
+
+
+class ShardWriter:
+    """Writes one shard, as a context manager. Only ``commit`` publishes it; a failure leaves nothing."""
+
+    def __init__(self, folder: DataFolder, spec: DatasetSpec, options: PlanOptions, shard_id: int) -> None:
+        """Write into ``folder``, the plan's or another one."""
+        self._folder, self._spec, self._options, self._shard_id = folder, spec, options, shard_id
+        members = RowMembers if spec.has_rows else DocumentMembers
+        self._members: RowMembers | DocumentMembers = members(spec, shard_id, options)
+        self.counting = Counting(shard_id)
+        self._num_samples = 0
+        self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
+        self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, if they are kept
+        self._validation: list[TarPiece] = []  # their records and digests come after all others
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> ShardWriter:
+        folder, shard_id = self._folder, self._shard_id
+        begun, self._again = marks_of(shard_id)
+        ours = [begun]  # before it is created: a signal may come in between
+        with self._files as opened:
+            opened.callback(weakref.finalize(self, remove_marks, folder, ours))
+            self._found_no_mark = make_mark(folder, begun)
+            if not self._found_no_mark:
+                ours.clear()
+                make_mark(folder, self._again)
+                remove_temporaries_of([shard_id], folder, older_than_s=files.STALE_AFTER_S)
+            self._tar = self._file(names.tar_name(shard_id))
+            self._idx = self._file(names.idx_name(shard_id))
+            if self._options.id_field:
+                self._side_files["ids"] = self._file(names.ids_name(shard_id))
+            if self._options.digests:
+                self._side_files["digests"] = self._file(names.digests_name(shard_id))
+            self._idx.write(idx_header(self._spec, shard_id))
+            self._files = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def _file(self, name: str) -> files.PublishedFile:
+        subfolder = name.rpartition("/")[0]
+        if subfolder:
+            self._folder.make_subfolder(subfolder)
+        return self._files.enter_context(self._folder.new_file(name))
+
+    def lay_out(
+        self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests | None = None
+    ) -> EncodedBatch:
+        """Lay out the members of a batch if they depend on it alone. Runs in a thread.
+
+        ``digests`` default to those of the documents, if digests are kept. Raises BadInput, OtherTokenizer.
+        """
+        if digests is None:
+            digests = documents.digests() if self._options.digests else NO_DIGESTS
+        return EncodedBatch(documents, tokens, digests, self._members.lay_out(documents, tokens, digests))
+
+    def append(self, batch: EncodedBatch) -> None:
+        """Add documents, in the order of the input."""
+        self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
+        if "ids" in self._side_files:
+            # One line of JSON per document: input number, place in it, id. Lines of text have no id.
+            documents = batch.documents
+            ids = documents.columns.get("id") or [""] * len(documents.lines)
+            lines = [
+                orjson.dumps([documents.input_number, *place], option=orjson.OPT_APPEND_NEWLINE)
+                for place in zip(documents.offsets.tolist(), ids, strict=True)
+            ]
+            self._side_files["ids"].write(b"".join(lines))
+        self._write(self._members.pieces(batch))
+
+    def _write(self, pieces: Iterable[TarPiece]) -> None:
+        for piece in pieces:
+            self._tar.write(piece.data)
+            if piece.is_validation:
+                self._validation.append(piece._replace(data=b""))
+            else:
+                self._write_records(piece)
+
+    def _write_records(self, piece: TarPiece) -> None:
+        """Write the idx records and digests of a piece."""
+        raw = piece.records.tobytes()
+        self._idx.write(raw)
+        self._crcs.add(raw)
+        self._num_samples += len(piece.records)
+        if "digests" in self._side_files:
+            self._side_files["digests"].write(piece.digests.tobytes())
+
+    def commit(self, run: RunFacts, *, unblanked_sha256: str | None = None) -> Manifest:
+        """Publish the files of the shard. The manifest, which has the arguments, is the last."""
+        self._write(self._members.rest())
+        for piece in self._validation:
+            self._write_records(piece)
+        self._tar.write(names.TAR_END)
+        self._idx.write(self._crcs.table())
+        written = {"tar": self._tar, "idx": self._idx, **self._side_files}
+        if (quarantine := self.quarantine()) is not None:
+            written["quarantine"] = quarantine
+        stamps: dict[str, Any] = dict.fromkeys(names.STAMPED_NAMES)
+        stamps |= {name: file.sync() for name, file in written.items()}
+        validation = None
+        if self._spec.validation_fraction:
+            validation = ValidationCounts(
+                num_samples=sum(len(piece.records) for piece in self._validation),
+                num_documents=sum(len(piece.digests) for piece in self._validation),
+                num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
+            )
+        counts, texts = self.counting.counts(self._num_samples, self._members, validation)
+        manifest = Manifest(
+            spec=self._spec,
+            shard_id=self._shard_id,
+            counts=counts,
+            run=replace(run, texts=texts),
+            unblanked_sha256=unblanked_sha256,
+            **stamps,
+        )
+        for key, file in written.items():
+            file.publish()
+            subfolder = names.STAMPED_NAMES[key](self._shard_id).rpartition("/")[0]
+            if subfolder:
+                self._folder.sync(subfolder)
+        self._folder.sync()
+        self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())
+        if not self._found_no_mark or self._folder.status_of(self._again) is not None:
+            remove_temporaries_of([self._shard_id], self._folder)
+        return manifest
+
+    def quarantine(self) -> files.PublishedFile | None:
+        """Write a quarantine file if documents were left out, and return it before it is published."""
+        if not self.counting.bad:
+            return None
+        file = self._file(names.quarantine_name(self._shard_id))
+        for bad in self.counting.bad:
+            entry = asdict(bad)
+            del entry["source"]
+            file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+        return file

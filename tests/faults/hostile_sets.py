@@ -37,7 +37,7 @@ _STACKS_BYTES = 256 << 20  # addresses of the stacks of threads
 _M_ARENA_MAX = -8  # of mallopt
 _SECRET = b"a-private-line-of-somebody-else\n"
 _QUICK_FAULTS = 8
-_QUICK_RUNS = 32
+_QUICK_RUNS = 20
 _LARGE = re.compile(r"forged: .*(million|MB|GiB|10\^|2\^)")  # forgeries that take seconds to write or to read
 Change = Callable[[Path, "Outside"], object]  # of a path in the workplace
 

@@ -19,20 +19,20 @@ pytestmark = [
 
 # Campaign -> minimum number of outcomes, and kinds that must occur, so that no campaign passes vacuously.
 CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
-    "bit_flips": (25, {"refused", "equal"}),
-    "edited_files": (15, {"refused"}),
-    "bad_json": (50, {"refused", "equal"}),
-    "replaced_files": (35, {"refused", "equal"}),
+    "bit_flips": (15, {"refused", "equal"}),
+    "edited_files": (10, {"refused"}),
+    "bad_json": (35, {"refused", "equal"}),
+    "replaced_files": (18, {"refused", "equal"}),
     "injected_errors": (25, {"refused", "equal"}),
-    "short_transfers": (20, {"equal"}),
+    "short_transfers": (15, {"equal"}),
     "full_disks": (3, {"refused", "equal"}),
-    "kills": (12, {"equal"}),
-    "stop_signals": (40, {"refused"}),
+    "kills": (5, {"equal"}),
+    "stop_signals": (15, {"refused"}),
     "power_loss": (28, {"equal"}),
     "races": (3, {"equal"}),
     "changes": (3, {"refused"}),
     "clocks": (8, {"equal"}),
-    "hostile_sets": (30, {"refused", "equal"}),
+    "hostile_sets": (18, {"refused", "equal"}),
 }
 Outcomes = dict[str, list[dict[str, Any]]]
 

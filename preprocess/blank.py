@@ -205,11 +205,11 @@ def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:
         # A link is read, too: the damage of the old data set must not count as right in the new one.
         is_link = new.publish_link(name, folder)
         try:
-            found = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
+            stamp_here = new.stamp_of(name) if is_link else new.publish_copy(name, folder, stamp)
         except NOT_THERE:
             raise commands.missing_file(folder, name, shard_id) from None
-        if found != stamp:
-            raise other_hash(folder, name, shard_id, found.sha256, stamp)
+        if stamp_here != stamp:
+            raise other_hash(folder, name, shard_id, stamp_here.sha256, stamp)
         new.sync(subfolder)
     new.publish(manifest_name(shard_id), manifest.to_json())
 

@@ -72,25 +72,27 @@ def _check_machine(num_cpus: int) -> Iterator[Finding]:
         todo = "ask for more memory: --mem of sbatch or srun"
     yield Finding("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
-    text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
+    set_names = {name: os.environ[name] for name in names if name in os.environ}
+    many = [
+        name for name in names[:2] if set_names.get(name, "").isdigit() and int(set_names[name]) > num_cpus
+    ]
+    text = ", ".join(f"{name}={value}" for name, value in set_names.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
     yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
 def _check_versions() -> Iterator[Finding]:
     """Report the installed versions, and if there is a GPU, whether torch can use it."""
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     for name in (*_NEEDED, "torch", "webdataset"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    if missing := ", ".join(name for name in _NEEDED if name not in found):
+            installed[name] = importlib.metadata.version(name)
+    if missing := ", ".join(name for name in _NEEDED if name not in installed):
         todo = "install shardprep for this Python: pip install ."
         yield Finding("versions", f"{missing} not found", todo, UsageError.exit_code)
-    there = ", ".join(f"{name} {number}" for name, number in found.items())
+    there = ", ".join(f"{name} {number}" for name, number in installed.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
-    if "torch" in found and Path("/dev/nvidiactl").exists():
+    if "torch" in installed and Path("/dev/nvidiactl").exists():
         # In a child process, which a broken installation may crash.
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with start_python("preprocess.doctor:print_torch", **pipes) as child:

@@ -198,10 +198,10 @@ class NanoGpt(ExportLayout):
                 file.sync()
                 file.publish()
             self.folder.sync()
-        found, expected = self.folder.size_of(_STREAM), sum(self.num_tokens) * self.dtype.itemsize
-        if found != expected:
+        num_bytes, expected = self.folder.size_of(_STREAM), sum(self.num_tokens) * self.dtype.itemsize
+        if num_bytes != expected:
             again = f"{expected}; remove this file and run the export again"
-            raise ReadWriteError(path=target, found=f"{found} bytes", expected=again)
+            raise ReadWriteError(path=target, found=f"{num_bytes} bytes", expected=again)
         for name in self.last_names:
             with contextlib.suppress(OSError):
                 self.folder.remove(name)
@@ -371,13 +371,13 @@ def _claim(folder: OutputFolder, settings: dict[str, Any]) -> None:
     try:
         folder.claim(json.dumps(settings).encode())
     except Refused as error:
-        found: Any = "another"
+        previous: Any = "another"
         with contextlib.suppress(ValueError, BrokenShard, *files.NOT_THERE):
-            found = load_json(folder.read(_SETTINGS, max_bytes=1 << 20))
-        if found == "another":
+            previous = load_json(folder.read(_SETTINGS, max_bytes=1 << 20))
+        if previous == "another":
             raise
         expected = f"{settings}; use a new folder for --output_dir"
-        raise Refused(path=error.path, found=f"an export of {found!r:.200}", expected=expected) from None
+        raise Refused(path=error.path, found=f"an export of {previous!r:.200}", expected=expected) from None
     except (CannotWrite, ReadWriteError):
         # An equal export that was faster may have removed this one's temporary file at any time.
         if folder.size_of(_SETTINGS) is None:

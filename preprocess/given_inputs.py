@@ -59,9 +59,9 @@ class GivenInputs:
                 raise UsageError(found=f"{flag} {path}", expected=f"{expected}, or no such flag")
 
     def _folder_of(self, data_dir: DataFolder, plan: Plan) -> Path | None:
-        found = next((folder for folder in self._folders if _has_inputs(folder, plan)), None)
-        if found is not None or not self._folders or _has_inputs(plan.input_dir, plan):
-            return found
+        holder = next((folder for folder in self._folders if _has_inputs(folder, plan)), None)
+        if holder is not None or not self._folders or _has_inputs(plan.input_dir, plan):
+            return holder
         if len(self._folders) == 1 and not self._used:
             return self._folders[0]  # reading it says what is wrong
         folders = ", ".join(quoted(folder) for folder in (*self._folders, plan.input_dir))
@@ -74,27 +74,27 @@ class GivenInputs:
         planned = plan.options.transform_sha256
         if not planned:
             return None
-        found = []
+        functions = []
         for path in self._functions:
             try:
                 sha256 = CodeFiles(path, plan.options.transform_files).sha256
             except (NotFound, UsageError) as error:  # another plan's, with other --transform_files
                 if not path.exists():
                     raise
-                found.append(f"{path} ({error})")
+                functions.append(f"{path} ({error})")
                 continue
             if sha256 == planned:
                 return path
-            found.append(f"{path} with sha256 {sha256[:12]}")
+            functions.append(f"{path} with sha256 {sha256[:12]}")
         what = f"a plan with a function for documents (sha256 {planned[:12]})"
         remedy = "--transform FILE"
-        if not found:
+        if not functions:
             raise UsageError(
                 path=data_dir, found=f"{what}, but no file with it", expected=remedy, remedy=remedy
             )
         expected = f"the planned function: add {remedy} for this data set"
         raise Refused(
-            path=data_dir, found=f"{what}, but {', '.join(found)}", expected=expected, remedy=remedy
+            path=data_dir, found=f"{what}, but {', '.join(functions)}", expected=expected, remedy=remedy
         )
 
 

@@ -288,14 +288,14 @@ class _Search:
         hashes = self._hashes_of(units)
         places = np.flatnonzero(self._table[hashes >> self._shift])
         columns = places, _document_of(units)[places], hashes[places]
-        found: dict[tuple[int, int], set[int]] = defaultdict(set)
+        offsets: dict[tuple[int, int], set[int]] = defaultdict(set)
         times = Counter[tuple[int, int]]()
         for place, document, hashed in zip(*(column.tolist() for column in columns), strict=True):
             times[document, hashed] += 1
             if times[document, hashed] <= _MAX_PLACES:
                 for eval_place in self._places.get(hashed, ()):
-                    found[document, int(self._eval_of[eval_place])].add(eval_place - place)
-        return found
+                    offsets[document, int(self._eval_of[eval_place])].add(eval_place - place)
+        return offsets
 
     def hits_of(self, documents: DocumentBatch) -> Iterator[dict[str, Any]]:
         """Yield the hits of a batch, as in overlap.jsonl: pairs of documents that share an n-gram.
@@ -409,7 +409,7 @@ def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: di
         file.publish()
     out.publish(_NAMES, "".join(listed).encode())
     documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
-    found = f"{documents} with text of {of_evals}: {counted(evals.total(), 'hit')}"
+    summary = f"{documents} with text of {of_evals}: {counted(evals.total(), 'hit')}"
     hits_in_order = (hit for _, hit in _hits_in(out, _HITS))
     top = heapq.nlargest(_MAX_SHOWN, hits_in_order, key=lambda hit: hit["share"])
     columns = ("document", "eval", "share", "longest", "text")
@@ -417,7 +417,7 @@ def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: di
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto}}
 td{{vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}}</style>
-<h1>Overlap with an evaluation</h1><p>{found}.
+<h1>Overlap with an evaluation</h1><p>{summary}.
 <h2>Documents by source</h2>{_table(sources.most_common())}
 <h2>Largest overlaps</h2>{_table(hits)}
 <h2>Evaluation documents that are found most often</h2><p>Text that is in many documents may be a common
@@ -425,7 +425,7 @@ phrase: look at the texts, and try a larger --ngram.{_table(evals.most_common(_M
 <h2>Settings</h2>{_table(settings.items())}</html>
 """
     out.publish(_PAGE, page.encode("utf-8", "surrogatepass"))
-    print_lines(f"{found}; the lists and overlap.html are in {out}")
+    print_lines(f"{summary}; the lists and overlap.html are in {out}")
     print_lines(*(f"  {source}: {counted(count, 'document')}" for source, count in sources.most_common()))
     if listed:
         print_lines(f"next: {blank}  # or plan again with --exclude {quoted(names_path)}")
@@ -503,12 +503,12 @@ def duplicates(args: argparse.Namespace) -> int:
         for part in range(num_parts):
             digests, counts = [], []
             for shard in shards:
-                found = read_digests(shard.folder, shard.shard_id, shard.stamp)
-                first_bits = found.view(">u8")[::2].astype(np.uint64) >> _HALF
-                here = found[first_bits * np.uint64(num_parts) >> _HALF == part]
+                digests_here = read_digests(shard.folder, shard.shard_id, shard.stamp)
+                first_bits = digests_here.view(">u8")[::2].astype(np.uint64) >> _HALF
+                here = digests_here[first_bits * np.uint64(num_parts) >> _HALF == part]
                 digests.append(here[(here != blanks[0]) & (here != blanks[1])])
                 counts.append(len(digests[-1]))
-                progress.add(len(found))
+                progress.add(len(digests_here))
             shard_of = np.repeat(np.arange(len(shards)), counts)
             unique, first, count = np.unique(np.concatenate(digests), return_index=True, return_counts=True)
             num_documents += len(shard_of)

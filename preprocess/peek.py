@@ -209,15 +209,15 @@ _LEFT_OUT = msgspec.json.Decoder(_LeftOut)
 
 def _left_out_at(folder: DataFolder, shard_id: int, name: str, offset: int) -> _LeftOut | None:
     """Return what was left out of a shard at a place of an input, or None. Raises BrokenShard."""
-    stamp, found = read_manifest(folder, shard_id).quarantine, None
+    stamp, last_entry = read_manifest(folder, shard_id).quarantine, None
     if stamp is None:
         return None
     for line in side_file_lines(folder, names.quarantine_name(shard_id), shard_id, stamp):
         with contextlib.suppress(msgspec.MsgspecError, ValueError):
             entry = _LEFT_OUT.decode(line)
             if (entry.input, entry.input_offset) == (name, offset):
-                found = entry
-    return found
+                last_entry = entry
+    return last_entry
 
 
 def _place_of_id(folder: DataFolder, shard_ids: list[int], wanted: str) -> Sample:
@@ -226,13 +226,13 @@ def _place_of_id(folder: DataFolder, shard_ids: list[int], wanted: str) -> Sampl
         stamp = read_manifest(folder, shard_id).ids
         if stamp is None:
             continue
-        found: Sample | None = None
+        place: Sample | None = None
         # All are read, because the file is compared with its stamp at its end.
         for number, at, name in kept_ids(folder, shard_id, stamp):
-            if name == wanted and found is None:
-                found = (number, at)
-        if found is not None:
-            return found
+            if name == wanted and place is None:
+                place = (number, at)
+        if place is not None:
+            return place
     return -1, 0
 
 

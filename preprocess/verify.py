@@ -178,11 +178,11 @@ def _make_again(
             # It must not have a shard's name: an attempt at this shard would remove it as a temporary file.
             with folder.temporary_folder("verify") as (_, scratch):
                 made = worker.make_in(DataFolder(scratch), worker.plan.shard(shard_id))
-            found = read_manifest(folder, shard_id)
-            others = [name for name in _COMPARED if getattr(found, name) != getattr(made, name)]
+            published = read_manifest(folder, shard_id)
+            others = [name for name in _COMPARED if getattr(published, name) != getattr(made, name)]
             differing = [names.STAMPED_NAMES[name](shard_id) for name in others]
             for name in (item.name for item in dataclasses.fields(manifest.ShardCounts)):
-                before, now = getattr(found.counts, name), getattr(made.counts, name)
+                before, now = getattr(published.counts, name), getattr(made.counts, name)
                 if before != now:
                     differing.append(f"{name} ({now} in place of {before})")
             if differing:
@@ -304,15 +304,15 @@ def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> IdxRecords:
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())
     num_digests = num_begun if shard.digests is None else shard.digests.num_bytes // names.DIGEST_BYTES
-    for what, found, expected in (
+    for what, number, expected in (
         ("samples", len(records), counts.num_samples),
         ("tokens", int(num_tokens.sum()), counts.num_tokens),
         ("documents for validation", int(begin_in[num_train:].sum()), validation.num_documents),
         ("tokens for validation", int(num_tokens[num_train:].sum()), validation.num_tokens),
         ("documents with digests", num_begun, num_digests),
     ):
-        if found != expected:
-            raise errors.BrokenShard(f"{name} has {found} {what}, its manifest says {expected}")
+        if number != expected:
+            raise errors.BrokenShard(f"{name} has {number} {what}, its manifest says {expected}")
     if len(records):
         begin, end = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         places = [*zip(records["input_number"].tolist(), records["input_offset"].tolist(), strict=True)]

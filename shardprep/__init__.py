@@ -99,9 +99,9 @@ def check_not_hidden(package: str) -> None:
     # Python itself reports a package that does not exist.
     if spec is None or any(Path(place).parent.samefile(HOME) for place in places):
         return
-    found = spec.origin or (places[0] if places else package)
+    hiding = spec.origin or (places[0] if places else package)
     message = (
-        f"{found} hides shardprep's package of the same name, which is needed here; rename it, or keep it "
+        f"{hiding} hides shardprep's package of the same name, which is needed here; rename it, or keep it "
         "away from the script that you start and from the folder that you start it in"
     )
     if sys.argv[:1] == ["-m"]:  # while Python looks for the package to run
@@ -109,7 +109,7 @@ def check_not_hidden(package: str) -> None:
 
         say(f"error: {message}")
         raise SystemExit(2)
-    raise ImportError(message, name=package, path=found)
+    raise ImportError(message, name=package, path=hiding)
 
 
 def __getattr__(name: str) -> Any:

@@ -110,9 +110,9 @@ class Program:
         except ShardprepError as error:
             message, code = str(error), error.exit_code
         except ModuleNotFoundError as error:
-            if (found := missing_library(error, "this command")) is None:
+            if (missing := missing_library(error, "this command")) is None:
                 raise
-            message, code = found, UsageError.exit_code
+            message, code = missing, UsageError.exit_code
         except MemoryError as error:
             message = f"out of memory ({error or 'the system gives no more'}); finished work is not lost"
             code = ReadWriteError.exit_code
@@ -131,8 +131,8 @@ class Program:
         if any(word in ("--version", "-V") for word in words[:2]):
             print_lines(f"shardprep {__version__}")
             raise SystemExit(0)
-        if found := next((each for each in words if "\0" in each), None):
-            raise UsageError(f"{found!r} contains a NUL, which paths and names cannot; leave it out")
+        if with_nul := next((each for each in words if "\0" in each), None):
+            raise UsageError(f"{with_nul!r} contains a NUL, which paths and names cannot; leave it out")
         name = name or self.name
         words = self._underscored(words)
         if words[:1] == ["help"]:
@@ -178,17 +178,17 @@ class Program:
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
         """Spell names of flags with underscores, and join values that begin with a dash to their flags."""
-        found: list[str] = []
+        spelled: list[str] = []
         for word in words:
-            if found and found[-1] in self.dashed_values:
-                found[-1] += f"={word}"
+            if spelled and spelled[-1] in self.dashed_values:
+                spelled[-1] += f"={word}"
             elif re.match(r"--[a-z]", word):
                 flag, equals, value = word.partition("=")
                 name = re.sub("^no_", "no-", flag[2:].replace("-", "_"))
-                found.append(f"--{name}{equals}{value}")
+                spelled.append(f"--{name}{equals}{value}")
             else:
-                found.append(word)
-        return found
+                spelled.append(word)
+        return spelled
 
 
 def show_commands(

@@ -33,9 +33,9 @@ def printable(line: str) -> str:
     return _CONTROL_IN_LINE.sub(escape, line)
 
 
-def escape(found: re.Match[str]) -> str:
+def escape(match: re.Match[str]) -> str:
     """Return the Python escape of the character that was found."""
-    return found[0].encode("unicode_escape").decode("ascii")
+    return match[0].encode("unicode_escape").decode("ascii")
 
 
 class ShardprepError(Exception):

@@ -257,14 +257,14 @@ class Folder:
 
         Raises OSError if it is nested deeper than a temporary folder of ours.
         """
-        found = [f"{subfolder}/{name}" for name in self.names(subfolder)]
-        for name in found:  # it grows meanwhile
+        below = [f"{subfolder}/{name}" for name in self.names(subfolder)]
+        for name in below:  # it grows meanwhile
             if self.is_subfolder(name):
                 if name.count("/") - subfolder.count("/") > _MOST_LEVELS:
                     why = "it has folders in folders, as no attempt leaves; remove it yourself"
                     raise OSError(errno.ENOTEMPTY, why, str(self.path_of(subfolder)))
-                found += [f"{name}/{inside}" for inside in self.names(name)]
-        return found
+                below += [f"{name}/{inside}" for inside in self.names(name)]
+        return below
 
     # Writing. ---------------------------------------------------------------------------------------------
 
@@ -326,10 +326,10 @@ class Folder:
 
     def _refuse_other(self, name: str, content: bytes, what: str) -> None:
         """Raise Refused if a file has another content."""
-        found = None
+        existing = None
         with contextlib.suppress(*files.NOT_THERE, BrokenShard):
-            found = self.read(name, max_bytes=len(content))
-        if found != content:
+            existing = self.read(name, max_bytes=len(content))
+        if existing != content:
             expected = f"nothing, or {what}; move it away, or name another folder"
             raise Refused(path=self.path_of(name), found="another file, which stays", expected=expected)
 
@@ -343,10 +343,10 @@ class Folder:
             for start in range(0, file.num_bytes, files.WRITE_BYTES):
                 num_bytes = min(files.WRITE_BYTES, file.num_bytes - start)
                 copy.write(memoryview(file.read(start, num_bytes)))
-            found = copy.sync()
-            if stamp is None or found == stamp:
+            copied = copy.sync()
+            if stamp is None or copied == stamp:
                 copy.publish()
-        return found
+        return copied
 
     def publish_link(self, name: str, source: Folder) -> bool:
         """Make a name a hard link to the file of this name in another folder. Return whether it could.
@@ -463,12 +463,12 @@ class Folder:
 
         A subfolder that is a link is left out.
         """
-        found = [name for name in self.names() if files.TEMPORARY_NAME.fullmatch(name)]
+        listed = [name for name in self.names() if files.TEMPORARY_NAME.fullmatch(name)]
         for subfolder in subfolders:
             with contextlib.suppress(BrokenShard):
                 inside = filter(files.TEMPORARY_NAME.fullmatch, self.names(subfolder))
-                found += [f"{subfolder}/{name}" for name in inside]
-        return found
+                listed += [f"{subfolder}/{name}" for name in inside]
+        return listed
 
     def remove_temporaries(
         self, *stems: str, older_than_s: float = 0, subfolders: Collection[str] = ()

@@ -249,8 +249,8 @@ def has_bounded_cost(tokenizer_json: bytes) -> bool:
 
 def _has_other_parts(model: bytes) -> bool:
     """Return whether there is more than the model in the bytes that begin with it."""
-    for found in _BEGINS_VALUE.finditer(model):
-        before = model[max(0, found.start() - _MOST_BYTES_BEFORE) : found.start()].rstrip(b" \t\r\n")
+    for match in _BEGINS_VALUE.finditer(model):
+        before = model[max(0, match.start() - _MOST_BYTES_BEFORE) : match.start()].rstrip(b" \t\r\n")
         # A quote after a letter or a digit ends a string. That of a token such as ":[ begins one.
         ends_key = not before or (before.endswith(b'"') and before[-2:-1].isalnum())
         if ends_key and not before.endswith(_KEYS_OF_MODEL):

@@ -34,8 +34,8 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         reason = words_of_fault(error.__cause__ or error)
     # transformers gets the folder: given the name, it would ask the hub twelve more times, in 50 s.
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if isinstance(found := try_to_load_from_cache(model_id, name), str):
-            return Path(found).parent, str(Path(found).parent)
+        if isinstance(cached := try_to_load_from_cache(model_id, name), str):
+            return Path(cached).parent, str(Path(cached).parent)
     raise no_tokenizer(model_id, reason)
 
 

@@ -129,10 +129,10 @@ def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
     if processor is None or (kind := processor["type"]) == "ByteLevel":
         return [], []
     if kind == "Sequence":
-        found = [around for part in processor["processors"] if any(around := ids_around(part))]
-        if len(found) > 1:
-            raise ValueError(f"{len(found)} post-processors add tokens")
-        return found[0] if found else ([], [])
+        of_parts = [around for part in processor["processors"] if any(around := ids_around(part))]
+        if len(of_parts) > 1:
+            raise ValueError(f"{len(of_parts)} post-processors add tokens")
+        return of_parts[0] if of_parts else ([], [])
     if kind in ("BertProcessing", "RobertaProcessing"):
         return [processor["cls"][1]], [processor["sep"][1]]
     if kind != "TemplateProcessing":

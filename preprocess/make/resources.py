@@ -79,13 +79,13 @@ def memory_limits() -> dict[str, int]:
         limits["Slurm"] = int(per_node) << 20
     elif per_cpu.isdigit() and int(per_cpu) and cpus.isdigit():  # from --mem-per-cpu or DefMemPerCPU
         limits["Slurm"] = int(per_cpu) * int(cpus) << 20
-    found = []
+    cgroup_limits = []
     for path in cgroup_files("memory", "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-            found.append(int(path.read_text(encoding="ascii")))
+            cgroup_limits.append(int(path.read_text(encoding="ascii")))
     if (address_bytes := _address_limit()) is not None:
         limits["ulimit -v"] = max(address_bytes - _ADDRESS_BYTES, 0)
-    return limits | ({"the cgroup": min(found)} if found else {})
+    return limits | ({"the cgroup": min(cgroup_limits)} if cgroup_limits else {})
 
 
 def _address_limit() -> int | None:

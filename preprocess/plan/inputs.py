@@ -269,9 +269,9 @@ def split_of(path: str) -> str:
         stem = stem.rpartition(".")[0] or stem
     for part in (stem, *reversed(folders)):
         words = [word for word in re.split(r"[^a-z]+", part) if word not in ("", "of")]
-        found = {_SPLIT_WORDS[word] for word in (*words[:1], *words[-1:]) if word in _SPLIT_WORDS}
-        if len(found) == 1:
-            return found.pop()
+        named_splits = {_SPLIT_WORDS[word] for word in (*words[:1], *words[-1:]) if word in _SPLIT_WORDS}
+        if len(named_splits) == 1:
+            return named_splits.pop()
     return ""
 
 
@@ -362,8 +362,8 @@ def divide_inputs(
         if each.num_bytes and first != each.path:
             equal.append(f"{each.path} and {first}")
     if equal:
-        found = f"{counted(len(equal), 'input file')} with the same size and samples as another"
-        say(f"warning: {found}, such as {equal[0]}; all are taken: move them away if they are copies")
+        copies = f"{counted(len(equal), 'input file')} with the same size and samples as another"
+        say(f"warning: {copies}, such as {equal[0]}; all are taken: move them away if they are copies")
     for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
         if value is not None and value < 1:
             raise UsageError.of_value(f"--{name}", value, "at least 1")
@@ -437,17 +437,19 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
         stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
 
     def starts(task: list[tuple[int, int, int]]) -> list[Start | None]:
-        found: list[Start | None] = []
+        starts_here: list[Start | None] = []
         for number, group in itertools.groupby(task, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
-            found += formats.format_of(file.path.name).starts(file, [each[1:] for each in group], options)
-        return found
+            starts_here += formats.format_of(file.path.name).starts(
+                file, [each[1:] for each in group], options
+            )
+        return starts_here
 
     tasks = [stretches[n : n + _MAX_AT_ONCE] for n in range(0, len(stretches), _MAX_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        found = list(itertools.chain.from_iterable(pool.map(starts, tasks)))
+        starts_here = list(itertools.chain.from_iterable(pool.map(starts, tasks)))
     cuts.append(Cut(len(inputs), 0))
-    for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
+    for (number, _, _), start in zip(reversed(stretches), reversed(starts_here), strict=True):
         if start is not None:
             is_inside = start.byte < inputs[number].file.num_bytes
             cuts.append(Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0))
@@ -501,9 +503,9 @@ def sample_documents(
         unchecked = (dataclasses.replace(each, planned=None) for each in ranges if each.start < each.end)
         some = list(itertools.islice(unchecked, files_each))
         batch_bytes = max(1, min(formats.BATCH_BYTES, bytes_each))
-        found = documents.DocumentReader(options, transform).read_ranges(some, batch_bytes)
-        with contextlib.closing(found):
-            for batch in found:
+        batches = documents.DocumentReader(options, transform).read_ranges(some, batch_bytes)
+        with contextlib.closing(batches):
+            for batch in batches:
                 yield batch
                 taken += sum(map(len, batch.texts)) + len(batch.bad) * formats.SHORT_LINE_BYTES
                 if taken >= allowed:

@@ -137,10 +137,10 @@ def advice_about(names: Sequence[str], input_dir: Path, beginning_of: Callable[[
     for name in names:
         if not _MARKER.fullmatch(name.rpartition("/")[2]):
             examples.setdefault(_pattern_of(name), name)
-    found: dict[str, None] = {}  # in order, each once
+    advice_of_files: dict[str, None] = {}  # in order, each once
     for pattern, name in list(examples.items())[:_MAX_OPENED]:
-        found[_advice_about_file(name, pattern, input_dir, beginning_of)] = None
-    return "".join(f"; {advice}" for advice in list(found)[:_MAX_KINDS] if advice)
+        advice_of_files[_advice_about_file(name, pattern, input_dir, beginning_of)] = None
+    return "".join(f"; {advice}" for advice in list(advice_of_files)[:_MAX_KINDS] if advice)
 
 
 def _pattern_of(name: str) -> str:

@@ -326,12 +326,12 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         return ""
 
     try:
-        found = find_inputs(input_dir, plan.options).taken
-        differing = [f"{name} was added" for name in sorted(found.keys() - planned.keys())]
-        differing += [f"{name} is missing" for name in sorted(planned.keys() - found.keys())]
+        taken = find_inputs(input_dir, plan.options).taken
+        differing = [f"{name} was added" for name in sorted(taken.keys() - planned.keys())]
+        differing += [f"{name} is missing" for name in sorted(planned.keys() - taken.keys())]
         if not names_alone:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                there = [item for path, item in planned.items() if path in found]
+                there = [item for path, item in planned.items() if path in taken]
                 differing += filter(None, pool.map(change_of, there))
     except errors.NotFound as error:
         if names_alone:
@@ -408,7 +408,7 @@ def measure(
 ) -> tuple[list[str], int]:
     """Estimate the cost by a sample in a worker's stages. Returns lines to print, and the bytes on disk."""
     num_bytes, mask_rule = 0, plan.options.chat_mask_rule
-    found: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
+    has_value: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
     with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
         conversations = ConversationSample(plan.options) if plan.options.is_chat else None
         began = time.process_time()
@@ -422,7 +422,7 @@ def measure(
             if conversations is not None:
                 conversations.see(documents, tokens)
             for name, column in documents.columns.items():
-                found[name] = found.get(name, False) or any(column)
+                has_value[name] = has_value.get(name, False) or any(column)
         cpu_s = time.process_time() - began
         if conversations is not None:
             render_s = chat.cpu_s() - render_began_s
@@ -436,7 +436,7 @@ def measure(
         limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
         warnings.append(f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}")
     fields = {"id": plan.options.id_field, "source": plan.options.source_field}
-    unseen = [f"--{name}_field {fields[name]}" for name in fields if not found.get(name, True)]
+    unseen = [f"--{name}_field {fields[name]}" for name in fields if not has_value.get(name, True)]
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
     sizes, num_shards = plan.shard_bytes(), plan.num_shards

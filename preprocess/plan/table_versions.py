@@ -53,7 +53,7 @@ def kind_of_note(name: str) -> str | None:
 def tables_around(input_dir: Path) -> list[TableOfOthers]:
     """Return the tables of which the input folder is a part, such as a partition."""
     folder, inside = Path(os.path.abspath(input_dir)), ""  # noqa: PTH100 - resolve() would follow links
-    found: list[TableOfOthers] = []
+    tables: list[TableOfOthers] = []
     is_near = True  # all folders so far have names that partitions or parts of a table have
     while folder != folder.parent:
         is_near = is_near and ("=" in folder.name or folder.name in ("data", _HUB_SNAPSHOTS))
@@ -64,8 +64,8 @@ def tables_around(input_dir: Path) -> list[TableOfOthers]:
             kinds.append(_HUB_SNAPSHOTS)
         inside = f"{folder.name}/{inside}"
         folder = folder.parent
-        found += [TableOfOthers(folder, kind, "", inside) for kind in kinds if (folder / kind).is_dir()]
-    return found
+        tables += [TableOfOthers(folder, kind, "", inside) for kind in kinds if (folder / kind).is_dir()]
+    return tables
 
 
 def former_files(table: TableOfOthers, listed: Collection[str]) -> tuple[str, list[str]]:

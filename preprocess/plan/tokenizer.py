@@ -257,14 +257,14 @@ def read_files(folder: Path) -> Files | None:
     """Read the files of a model that decide its tokenizer's ids, or return None if others do, too."""
     if files.is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
-    found = {}
+    contents = {}
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
         with contextlib.suppress(*files.NOT_THERE):
-            found[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
-            if (command := fetch_command(found[name])) is not None:
+            contents[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
+            if (command := fetch_command(contents[name])) is not None:
                 expected = f"the file itself; run in its repository: {command}"
                 raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
-    return found if TOKENIZER_FILE in found else None
+    return contents if TOKENIZER_FILE in contents else None
 
 
 # With these classes, keys and models in the configuration, transformers 5 takes tokenizer.json as it is.

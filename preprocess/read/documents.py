@@ -56,17 +56,21 @@ def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
     reasons: set[tuple[str, bool]] = set()  # with whether the input has fields, unlike plain text
     for each in bad:
         reasons.add((each.reason, input_kind(each.input).format.has_fields))
-    found: list[str] = []
+    advice: list[str] = []
     if any((reason, True) in reasons for reason in _WRONG_FIELD) and options.text_field:
-        found.append(
+        advice.append(
             f"If --text_field {options.text_field} is wrong, plan into a new folder with the right one."
         )
     if ("undecodable", False) in reasons:
-        found.append(f"If --encoding {options.encoding} is wrong, plan into a new folder with the right one.")
+        advice.append(
+            f"If --encoding {options.encoding} is wrong, plan into a new folder with the right one."
+        )
     if ("undecodable", True) in reasons:
-        found.append("JSON and tables are read as UTF-8: convert such files with iconv -f ENCODING -t utf-8.")
-    if found:
-        return [*found, "If not, correct the input and plan again."]
+        advice.append(
+            "JSON and tables are read as UTF-8: convert such files with iconv -f ENCODING -t utf-8."
+        )
+    if advice:
+        return [*advice, "If not, correct the input and plan again."]
     return ["Correct the input and plan again."]
 
 
@@ -121,7 +125,7 @@ class DocumentBatch:
 
         ``sizes``: bytes of each document in the input (default: of its text before).
         """
-        kept, found, bad = list[int](), list[bytes](), [*self.bad]
+        kept, kept_texts, bad = list[int](), list[bytes](), [*self.bad]
         for number, text in enumerate(texts):
             if isinstance(text, UnusableText):
                 bad.append(
@@ -136,9 +140,9 @@ class DocumentBatch:
                 )
             elif text:
                 kept.append(number)
-                found.append(text)
+                kept_texts.append(text)
         bad.sort(key=lambda each: each.line)
-        return replace(self.only(np.array(kept, np.int64), Texts(found)), bad=bad)
+        return replace(self.only(np.array(kept, np.int64), Texts(kept_texts)), bad=bad)
 
 
 class DocumentReader:
@@ -204,12 +208,14 @@ class DocumentReader:
                 documents = _render(documents, template)
             if excluded is not None:
                 ids = documents.columns.get("id")
-                found = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
-                is_named = found.max(axis=0, initial=-1) >= 0  # by its id, text or place
+                matches = excluded.of_documents(
+                    documents.input_path, documents.offsets, ids, documents.digests
+                )
+                is_named = matches.max(axis=0, initial=-1) >= 0  # by its id, text or place
                 if is_named.any():
                     texts: list[bytes | UnusableText] = list(documents.texts)
                     for number in np.flatnonzero(is_named).tolist():
-                        why = excluded.why_excluded(found[:, number])
+                        why = excluded.why_excluded(matches[:, number])
                         texts[number] = UnusableText("excluded", why)
                     documents = documents.with_texts(texts)
             # A conversation may have several documents.

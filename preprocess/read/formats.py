@@ -123,24 +123,24 @@ class Format(Protocol):
 def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
     """Return ``Format.starts`` of a file whose parts may begin at ``places``, which ascend."""
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
-    found: list[Start | None] = []
+    starts: list[Start | None] = []
     for byte, end in stretches:
         while place.byte < min(byte, end_of_file.byte):  # a file may have become shorter
             place = next(remaining, end_of_file)
-        found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
-    return found
+        starts.append(place if place.byte < end or place.byte == end_of_file.byte else None)
+    return starts
 
 
 def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:
     """Encode the texts of records. A blank text becomes empty, and a too long one an UnusableText."""
-    found: list[bytes | UnusableText] = []
+    texts: list[bytes | UnusableText] = []
     for value in values:
         if isinstance(value, UnusableText):
-            found.append(value)
+            texts.append(value)
         else:
             text = b"" if value.isspace() else value.encode()
-            found.append(text if len(text) <= MOST_DOCUMENT_BYTES else text_fields.too_long("its text"))
-    return found
+            texts.append(text if len(text) <= MOST_DOCUMENT_BYTES else text_fields.too_long("its text"))
+    return texts
 
 
 def format_of(name: str) -> Format:
@@ -152,9 +152,9 @@ def format_of(name: str) -> Format:
 def format_of_kind(kind: InputKind) -> Format:
     module, _, reader = kind.format.reader.partition(":")
     try:
-        found = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
+        reader_class = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
     except ImportError:
         if not kind.format.library:
             raise
         raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
-    return cast(Format, found(kind.compression) if kind.format.can_be_compressed else found())
+    return cast(Format, reader_class(kind.compression) if kind.format.can_be_compressed else reader_class())

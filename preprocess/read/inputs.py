@@ -86,9 +86,9 @@ class OpenInput:
 
     def check_unchanged(self) -> None:
         """Check that the file did not change since it was opened. Raises Refused, or ReadWriteError."""
-        found = self._status()
-        if found != self.stamp:
-            changed = f"a file that changed while it was read: {found}"
+        now = self._status()
+        if now != self.stamp:
+            changed = f"a file that changed while it was read: {now}"
             advice = "run this again once it no longer changes, or plan into a new folder"
             raise Refused(path=self.path, found=changed, expected=self.stamp, advice=advice)
 

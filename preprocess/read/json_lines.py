@@ -48,8 +48,8 @@ class JsonLines(LineFormat):
         """Return the text of each line, "" for a blank one."""
         if at == 0 and lines.startswith(BOM):
             lines, starts = lines[len(BOM) :], np.maximum(starts - len(BOM), 0)
-        if (found := _scanned_texts(lines, starts, fields)) is not None:
-            return found, {}
+        if (scanned := _scanned_texts(lines, starts, fields)) is not None:
+            return scanned, {}
         each = lines.split(b"\n")[: len(starts)]
         if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields, b"\\u" in lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -237,12 +237,12 @@ def _keys(name: str) -> re.Pattern[bytes]:
     pattern = b""
     for character in name:  # the character itself, or one of its escapes
         units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
-        found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
+        spellings = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
         if character in _SHORT_ESCAPES:
-            found.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
+            spellings.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
         if character not in '"\\':
-            found.append(re.escape(character.encode("utf-8", "surrogatepass")))
-        pattern += b"(?:%b)" % b"|".join(found)
+            spellings.append(re.escape(character.encode("utf-8", "surrogatepass")))
+        pattern += b"(?:%b)" % b"|".join(spellings)
     # With the empty group findall returns empty matches, and makes no object for each key.
     return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % pattern)
 

@@ -72,8 +72,8 @@ class LineFormat:
     def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
         if self.compression is None and self.can_be_split(options):
             file.file.expect_scattered_reads()  # the system's read-ahead would read three times as much
-            found = (self.first_line_start(file, byte, end) for byte, end in stretches)
-            return [None if byte is None else Start(byte) for byte in found]
+            line_starts = (self.first_line_start(file, byte, end) for byte, end in stretches)
+            return [None if byte is None else Start(byte) for byte in line_starts]
         frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
         return formats.starts_among(frames, file, stretches)
 

@@ -183,10 +183,12 @@ class _Dictionaries:
             batch_size=_SEEN_ROWS, row_groups=[number], columns=names, use_threads=False
         )
         try:
-            found = [_longest_values(column) for row in itertools.islice(rows, 1) for column in row.columns]
+            longest_of_columns = [
+                _longest_values(column) for row in itertools.islice(rows, 1) for column in row.columns
+            ]
         except NotImplementedError:
             return None
-        longest = list(itertools.chain.from_iterable(found))
+        longest = list(itertools.chain.from_iterable(longest_of_columns))
         # A column without a value in the first rows shows no dictionary.
         return sum(longest) * values_per_row if len(longest) == len(names) and all(longest) else None
 

@@ -51,13 +51,13 @@ def json_values(array: Any, read: ReadValue) -> list[Any]:
         values = array.to_pylist()
     except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
         return [UnusableText("wrong_type", f"a value of the type {array.type} has no text")] * len(array)
-    found: list[Any] = []
+    read_values: list[Any] = []
     for value in values:
         try:
-            found.append(None if value is None else read(value))
+            read_values.append(None if value is None else read(value))
         except _NoValue as why:
-            found.append(UnusableText(*why.args))
-    return found
+            read_values.append(UnusableText(*why.args))
+    return read_values
 
 
 def stored_type(kind: Any) -> tuple[Any, ReadValue]:
@@ -140,10 +140,10 @@ def _text(value: bytes) -> str:
 
 
 def _from_json(value: bytes) -> Any:
-    found = text_fields.from_json(_text(value))
-    if isinstance(found, UnusableText):
-        raise _NoValue(found.reason, found.detail)
-    return found
+    parsed = text_fields.from_json(_text(value))
+    if isinstance(parsed, UnusableText):
+        raise _NoValue(parsed.reason, parsed.detail)
+    return parsed
 
 
 _EXTENSIONS: dict[str, ReadValue] = {

@@ -132,16 +132,16 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
     if not isinstance(kind, (arrow.Schema, arrow.StructType)):
         return []
     inner = [(each.name, each.type) for each in map(kind.field, range(len(kind)))]
-    found: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == ".".join(path)]
-    if found:
-        return found
+    places: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == ".".join(path)]
+    if places:
+        return places
     for end in range(1, len(path)):
         for name, each in inner:
             if name == ".".join(path[:end]):
                 if types.is_null(each):
-                    found.append(((name,), each))  # all values are null, so those in them are, too
-                found += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
-    return found
+                    places.append(((name,), each))  # all values are null, so those in them are, too
+                places += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
+    return places
 
 
 def _can_be_text(kind: Any, *, is_chat: bool) -> bool:
@@ -178,9 +178,9 @@ def records_of_batch(
         if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
         rows, others = first_row + first + np.arange(num), fields.columns(values)
-        found = formats.texts_of(texts)
+        utf8_texts = formats.texts_of(texts)
         yield InputRecords(
-            texts=found, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others
+            texts=utf8_texts, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others
         )
         first, num_bytes = first + max(1, num), 0
 

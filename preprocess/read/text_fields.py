@@ -128,14 +128,14 @@ class RecordFields(TextFields):
         return "a record"  # a placeholder for the result of --transform
 
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {**super().columns(values)}
+        values_of: dict[str, list[Any]] = {**super().columns(values)}
         if self.text_paths:
-            names, found["record"] = [name for (name,) in self.text_paths], []
+            names, values_of["record"] = [name for (name,) in self.text_paths], []
             for row in zip(*(values[path] for path in self.text_paths), strict=True):
                 # A value that cannot be read becomes None.
                 read = (None if isinstance(value, UnusableText) else value for value in row)
-                found["record"].append(dict(zip(names, read, strict=True)))
-        return found
+                values_of["record"].append(dict(zip(names, read, strict=True)))
+        return values_of
 
 
 def from_json(text: str) -> Any:
@@ -148,16 +148,16 @@ def from_json(text: str) -> Any:
 
 
 def parsed_if_json(value: Any) -> Any:
-    if not isinstance(value, str) or isinstance(found := from_json(value), UnusableText):
+    if not isinstance(value, str) or isinstance(parsed := from_json(value), UnusableText):
         return value
-    return found
+    return parsed
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a key occurs twice in one object")
-    return found
+    return fields
 
 
 def _path(name: str, flag: str) -> FieldPath:

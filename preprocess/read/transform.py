@@ -104,14 +104,14 @@ class Transform:
 
         def texts_in_thread() -> list[bytes | UnusableText]:
             began_s = time.thread_time()
-            found = []
+            results = []
             for fields, offset in documents:
                 result = self._result_of(fields, name, offset, reasons)
-                found.append(
+                results.append(
                     result if isinstance(result, UnusableText) else _checked(result, is_chat=is_chat)
                 )
             self.cpu_s += time.thread_time() - began_s
-            return found
+            return results
 
         self.load()
         return self._code.call(texts_in_thread)

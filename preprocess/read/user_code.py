@@ -87,17 +87,17 @@ class CodeFiles:
         if relative.is_absolute() or ".." in relative.parts or relative.as_posix() in self.contents:
             expected = f"names of other files or folders beside {self.path}"
             raise UsageError.of_value("--transform_files", name, expected)
-        found = next((folder / name for folder in self.folders if os.path.lexists(folder / name)), None)
-        if found is None:
+        path = next((folder / name for folder in self.folders if os.path.lexists(folder / name)), None)
+        if path is None:
             missing = self.path.parent / name
             raise NotFound(f"{missing}, of --transform_files, does not exist", path=missing)
-        if not is_folder(found):
-            self._read(relative.as_posix(), found)
+        if not is_folder(path):
+            self._read(relative.as_posix(), path)
             return
-        for folder, subfolders, files in os.walk(found):
+        for folder, subfolders, files in os.walk(path):
             # Hidden files, caches and backups of editors come and go.
             subfolders[:] = sorted(each for each in subfolders if each[0] != "." and each != "__pycache__")
-            inside = relative / Path(folder).relative_to(found)
+            inside = relative / Path(folder).relative_to(path)
             for file in sorted(files):
                 if file[0] != "." and not file.endswith(("~", ".pyc")):
                     self._read((inside / file).as_posix(), Path(folder, file))
@@ -148,17 +148,17 @@ class CodeFiles:
 
     def imported_names(self) -> set[str]:
         """Return the top-level modules that import statements in the files name."""
-        found: set[str] = set()
+        imported: set[str] = set()
         for name, content in self.contents.items():
             if not name.endswith(".py") and name != self.path.name:
                 continue
             with contextlib.suppress(SyntaxError, ValueError, RecursionError):
                 for node in ast.walk(ast.parse(content)):
                     if isinstance(node, ast.Import):
-                        found |= {each.name.partition(".")[0] for each in node.names}
+                        imported |= {each.name.partition(".")[0] for each in node.names}
                     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                        found.add(node.module.partition(".")[0])
-        return found
+                        imported.add(node.module.partition(".")[0])
+        return imported
 
     def not_named(self, path: str) -> UsageError:
         """Build the error for a module of the user that was not named, with the flag that names it."""
@@ -241,8 +241,12 @@ class _HashedModules(importlib.abc.MetaPathFinder):
                 spec.submodule_search_locations = [str(each / folder) for each in code.files.folders]
                 return spec
         # By its file, in a folder that the code added to sys.path. Python could take a .pyc of other bytes.
-        found = importlib.machinery.PathFinder.find_spec(fullname, path)
-        file = code.name_of(_absolute(found.origin)) if found is not None and found.origin else None
+        found_spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        file = (
+            code.name_of(_absolute(found_spec.origin))
+            if found_spec is not None and found_spec.origin
+            else None
+        )
         if file is not None and file.endswith(".py"):
             return self._named(fullname, file)
         if path is None:
@@ -400,15 +404,15 @@ class UserCode:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that the code imported, "" if one does not say it."""
-        found: dict[str, str] = {}
+        version_of: dict[str, str] = {}
         for name in sorted(self.library_names):
             is_other = name in sys.stdlib_module_names or name in _OUR_PACKAGES or name in self.module_names
             if is_other or name.startswith("_") or name not in sys.modules:
                 continue
-            if len(found) == _MAX_LIBRARIES:
+            if len(version_of) == _MAX_LIBRARIES:
                 break
-            found[name] = _version_of(name)[:_MAX_VERSION_CHARS]
-        return found
+            version_of[name] = _version_of(name)[:_MAX_VERSION_CHARS]
+        return version_of
 
 
 def _is_installed(name: str) -> bool:

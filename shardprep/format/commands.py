@@ -126,12 +126,12 @@ def flags_of_input(
 
 def _given_flags(*more: str) -> list[str]:
     """Return the flags of this process that making shards again needs, if it makes shards."""
-    flags, found = given.flags(), list[str]()
+    flags, words = given.flags(), list[str]()
     if flags.get("command") in _MAKING:
         for name in (*_KEPT, *more):
             if flags.get(name) is not None:
-                found += [f"--{name}", str(flags[name])]
-    return found
+                words += [f"--{name}", str(flags[name])]
+    return words
 
 
 def _function_of(folder: DataFolder, options: Mapping[str, Any], flags: Mapping[str, Any]) -> str:

@@ -72,8 +72,8 @@ _BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST
 
 def digests_of(texts: Iterable[bytes]) -> Digests:
     """Return the first 16 bytes of the sha256 of each text: DIGEST[texts]. 1 us, and 1 ns per byte, each."""
-    found = [hashlib.sha256(text).digest()[: names.DIGEST_BYTES] for text in texts]
-    return np.frombuffer(b"".join(found), DIGEST)
+    digests = [hashlib.sha256(text).digest()[: names.DIGEST_BYTES] for text in texts]
+    return np.frombuffer(b"".join(digests), DIGEST)
 
 
 def canonical_conversation(conversation: str) -> str:
@@ -81,13 +81,13 @@ def canonical_conversation(conversation: str) -> str:
 
     It is that of the messages, or of an object of them and of what else the template gets.
     """
-    found = json.loads(conversation)
-    messages = found["messages"] if isinstance(found, dict) else found
+    parsed = json.loads(conversation)
+    messages = parsed["messages"] if isinstance(parsed, dict) else parsed
     for number, message in enumerate(messages):
         # Tables have a null for each key that only other messages have.
         if isinstance(message, dict):
             messages[number] = {key: value for key, value in message.items() if value is not None}
-    return json.dumps(found, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return json.dumps(parsed, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
 def are_for_validation(digests: Digests, fraction: float) -> npt.NDArray[np.bool_]:
@@ -182,8 +182,8 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
             raise BadInput(path=path, found=too_many, expected="fewer, or a filtered input")
     if not keys:
         raise BadInput(path=path, found="no document", expected="a line for each document")
-    found = np.unique(np.frombuffer(keys, DIGEST))
-    return DocumentNames(keys=found, kinds=frozenset(kinds))
+    unique_keys = np.unique(np.frombuffer(keys, DIGEST))
+    return DocumentNames(keys=unique_keys, kinds=frozenset(kinds))
 
 
 def lines_of(
@@ -307,12 +307,12 @@ def read_excluded(folder: DataFolder, sha256: str) -> DocumentNames:
     path = folder.path_of(names.EXCLUDED_NAME)
     try:
         raw = folder.read(names.EXCLUDED_NAME, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
-        found = hashlib.sha256(raw).hexdigest()
+        sha256_here = hashlib.sha256(raw).hexdigest()
     except files.NOT_THERE:
-        raw, found = b"", "missing"
-    if found != sha256:
+        raw, sha256_here = b"", "missing"
+    if sha256_here != sha256:
         expected = f"{sha256[:12]}; run the plan command again with the same --exclude list"
-        raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected)
+        raise BrokenShard(path=path, found=f"sha256 {sha256_here[:12]}", expected=expected)
     return DocumentNames(keys=_as_digests(path, raw))
 
 

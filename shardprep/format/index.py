@@ -107,10 +107,10 @@ class IdxFile:
                 self.file = opened.enter_context(folder.open(name))
             except NOT_THERE:
                 raise commands.missing_file(folder, name, shard_id) from None
-            found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
-            if len(found) < HEADER_BYTES or found[:8] != header[:8]:
-                raise self._error(errors.BrokenShard, f"not an idx: begins {found[:8]!r}", f"{header[:8]!r}")
-            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
+            head = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+            if len(head) < HEADER_BYTES or head[:8] != header[:8]:
+                raise self._error(errors.BrokenShard, f"not an idx: begins {head[:8]!r}", f"{header[:8]!r}")
+            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (head, header))
             if (version := int(values["version"])) != names.FORMAT_VERSION:
                 raise names.unknown_version(self.file.path, version)
             for name in IDX_HEADER.names or ():

@@ -115,7 +115,7 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
     if not listed and folder.status_of(JOBS_FOLDER) is not None and not folder.is_subfolder(JOBS_FOLDER):
         path = folder.path_of(JOBS_FOLDER)
         raise errors.ReadWriteError(path=path, found="not a folder", expected="a folder of submissions")
-    found = []
+    submissions = []
     for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
@@ -130,8 +130,8 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
             raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
-        found.append(dataclasses.replace(submission, is_own=_is_own(status)))
-    return found
+        submissions.append(dataclasses.replace(submission, is_own=_is_own(status)))
+    return submissions
 
 
 def _is_own(status: os.stat_result) -> bool:
@@ -148,7 +148,7 @@ class Controller(SentJob):
 
 def read_own_controllers(folder: DataFolder) -> list[Controller]:
     """Return the controllers that this user submitted. Other users' and damaged files are ignored."""
-    found = []
+    controllers = []
     for name in folder.names(JOBS_FOLDER):
         if not _CONTROLLER_NAME.fullmatch(name):
             continue
@@ -158,8 +158,8 @@ def read_own_controllers(folder: DataFolder) -> list[Controller]:
             raw, status = folder.read_with_status(place, max_bytes=_MAX_CONTROLLER_BYTES)
             if _is_own(status):
                 content = names.checked_object(path, raw, _CONTROLLER_FORMAT)
-                found.append(names.as_type(path, content, Controller))
-    return found
+                controllers.append(names.as_type(path, content, Controller))
+    return controllers
 
 
 def publish_controller(folder: DataFolder, controller: Controller) -> None:

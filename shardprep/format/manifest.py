@@ -219,13 +219,13 @@ def check_sizes(
 ) -> None:
     """Compare the sizes of a shard's files with its manifest. ``which``: keys of these files."""
     for name, stamp in shard_files(manifest, which):
-        found = folder.size_of(name)
-        if found is None:
+        num_bytes = folder.size_of(name)
+        if num_bytes is None:
             raise commands.missing_file(folder, name, manifest.shard_id)
-        if found != stamp.num_bytes:
+        if num_bytes != stamp.num_bytes:
             raise errors.BrokenShard(
                 path=folder.path_of(name),
-                found=f"{found} bytes",
+                found=f"{num_bytes} bytes",
                 expected=stamp.num_bytes,
                 remedy=commands.shard_without(name, manifest.shard_id, folder),
             )
@@ -235,20 +235,20 @@ def check_hashes(folder: DataFolder, manifest: Manifest, tar_sha256: str) -> Non
     """Compare the sha256 of a shard's files with its manifest. The hash of the tar is given."""
     for name, stamp in shard_files(manifest):
         try:
-            found = tar_sha256 if stamp is manifest.tar else folder.stamp_of(name).sha256
+            sha256 = tar_sha256 if stamp is manifest.tar else folder.stamp_of(name).sha256
         except files.NOT_THERE:
             raise commands.missing_file(folder, name, manifest.shard_id) from None
-        if found != stamp.sha256:
-            raise other_hash(folder, name, manifest.shard_id, found, stamp)
+        if sha256 != stamp.sha256:
+            raise other_hash(folder, name, manifest.shard_id, sha256, stamp)
 
 
 def other_hash(
-    folder: DataFolder, name: str, shard_id: int, found: str, stamp: FileStamp
+    folder: DataFolder, name: str, shard_id: int, sha256: str, stamp: FileStamp
 ) -> errors.BrokenShard:
     """Build the error for a file of a shard with another sha256, ``found``, than in its manifest."""
     return errors.BrokenShard(
         path=folder.path_of(name),
-        found=f"sha256 {found[:12]}",
+        found=f"sha256 {sha256[:12]}",
         expected=stamp.sha256[:12],
         remedy=commands.shard_again(shard_id, folder),
     )
@@ -263,9 +263,9 @@ def read_side_file(folder: DataFolder, name: str, shard_id: int, stamp: FileStam
         raw = folder.read(name, max_bytes=stamp.num_bytes)
     except files.NOT_THERE:
         raise commands.missing_file(folder, name, shard_id) from None
-    found = hashlib.sha256(raw).hexdigest()
-    if found != stamp.sha256:
-        raise other_hash(folder, name, shard_id, found, stamp)
+    sha256 = hashlib.sha256(raw).hexdigest()
+    if sha256 != stamp.sha256:
+        raise other_hash(folder, name, shard_id, sha256, stamp)
     return raw
 
 
@@ -405,15 +405,15 @@ def find_made_shards(
             return error
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for shard_id, found in zip(to_read, pool.map(check, to_read), strict=True):
-            if isinstance(found, errors.OtherPlan):
+        for shard_id, checked in zip(to_read, pool.map(check, to_read), strict=True):
+            if isinstance(checked, errors.OtherPlan):
                 other_plan.append(shard_id)
-            elif isinstance(found, ShardprepError):
-                broken[shard_id] = str(found)
+            elif isinstance(checked, ShardprepError):
+                broken[shard_id] = str(checked)
             else:
                 if see:
-                    see(found)
-                made[shard_id] = replace(found, spec=spec, run=replace(found.run, texts=None))
+                    see(checked)
+                made[shard_id] = replace(checked, spec=spec, run=replace(checked.run, texts=None))
     done = {shard_id: made[shard_id] for shard_id in sorted(made.keys() - findings.keys())}
     return MadeShards(done=done, wrong=findings, other_plan=other_plan, broken=broken)
 
@@ -451,13 +451,13 @@ def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
     if file.plan_id != plan_id:
         return {}
     digests: dict[int, str] = {}  # of the manifests; each is read once, however often the file names it
-    found: dict[int, Finding] = {}
+    findings: dict[int, Finding] = {}
     for each in file.findings:
         if each.shard not in digests:
             digests[each.shard] = _manifest_sha256(folder, each.shard)
         if digests[each.shard] == each.manifest_sha256:
-            found[each.shard] = each
-    return found
+            findings[each.shard] = each
+    return findings
 
 
 def uncleared_findings(
@@ -468,14 +468,14 @@ def uncleared_findings(
     Raises BrokenShard if findings.json is damaged, unless ``check`` is "every": a deep one of all shards.
     """
     try:
-        found = read_findings(folder, plan_id)
+        findings = read_findings(folder, plan_id)
     except errors.BrokenShard:
         if check != "every" or not_read:
             raise
         return {}
     return {
         number: each
-        for number, each in found.items()
+        for number, each in findings.items()
         if number in not_read or _THOROUGHNESS[each.check] > _THOROUGHNESS[check]
     }
 

@@ -215,10 +215,10 @@ def known_input_kind(path: str) -> InputKind | None:
     compression = COMPRESSION_SUFFIXES.get(dot + suffix, "")
     if compression:
         _, dot, suffix = stem.rpartition(".")
-    found = _BY_SUFFIX.get(dot + suffix)
-    if found is None or (compression and not found.can_be_compressed):
+    file_format = _BY_SUFFIX.get(dot + suffix)
+    if file_format is None or (compression and not file_format.can_be_compressed):
         return None
-    return InputKind(found, compression)
+    return InputKind(file_format, compression)
 
 
 def input_kind(path: str) -> InputKind:
@@ -327,9 +327,9 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
         data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
         raise BrokenShard(path=path, found=str(error), expected="JSON") from None
-    found = data.get("format") if isinstance(data, dict) else type(data).__name__
-    if found != file_format:
-        raise BrokenShard(path=path, found=f"format {_shown(found)}", expected=file_format)
+    written = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if written != file_format:
+        raise BrokenShard(path=path, found=f"format {_shown(written)}", expected=file_format)
     version = data.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
         raise unknown_version(path, version)
@@ -342,9 +342,9 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 
 
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
-    found, expected = data.pop(name, None), content_sha256(data)
-    if found != expected:
-        raise BrokenShard(path=path, found=f"altered: {name} {_shown(found)}", expected=expected[:12])
+    written, expected = data.pop(name, None), content_sha256(data)
+    if written != expected:
+        raise BrokenShard(path=path, found=f"altered: {name} {_shown(written)}", expected=expected[:12])
 
 
 # msgspec inspects a type at its first use. Two threads that do so at once crash the process: with 12
@@ -362,16 +362,16 @@ def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
         raise BrokenShard(path=path, found=_shown(error.object), expected="text in UTF-8") from None
     except msgspec.ValidationError as error:
         what, _, place = str(error).removesuffix("`").partition(" - at `$")
-        found = data
+        value = data
         for name, number in _PLACE_STEP.findall(place):
-            if number and isinstance(found, (list, tuple)):
-                found = found[int(number)]
+            if number and isinstance(value, (list, tuple)):
+                value = value[int(number)]
             else:  # msgspec writes [...] for a key that is not a field, and the value is not found
-                found = found.get(name, ...) if isinstance(found, dict) else ...
+                value = value.get(name, ...) if isinstance(value, dict) else ...
         expected = re.sub(r"Expected |, got `\w+`", "", what)
         for name, words in _TYPE_WORDS.items():
             expected = re.sub(rf"`{name}( \| null)?`", rf"{words}\1", expected)
-        raise wrong_value(path, place.removeprefix("."), found, expected) from None
+        raise wrong_value(path, place.removeprefix("."), value, expected) from None
     except msgspec.DecodeError as error:
         raise BrokenShard(path=path, found=str(error), expected="JSON") from None
 
@@ -382,17 +382,17 @@ def as_type(path: Path, data: Any, kind: type[T]) -> T:
         return msgspec.convert(data, kind)
 
 
-def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenShard:
-    shown = "a value" if found is ... else _shown(found)
+def wrong_value(path: Path, place: str, value: object, expected: str) -> BrokenShard:
+    shown = "a value" if value is ... else _shown(value)
     return BrokenShard(path=path, found=f"{place or 'all of it'} is {shown}", expected=expected)
 
 
-def unknown_version(path: Path, found: object) -> UnknownVersion:
+def unknown_version(path: Path, written: object) -> UnknownVersion:
     """Build the error for a file of another version, with what to do about it."""
     plan = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
-    remedy = plan if type(found) is int and found < FORMAT_VERSION else None
+    remedy = plan if type(written) is int and written < FORMAT_VERSION else None
     advice = "install the shardprep that wrote it, or plan again into a new folder"
-    version = f"format version {_shown(found)}"
+    version = f"format version {_shown(written)}"
     return UnknownVersion(path=path, found=version, expected=FORMAT_VERSION, advice=advice, remedy=remedy)
 
 

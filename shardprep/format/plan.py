@@ -562,9 +562,11 @@ class Rows(Sequence[T]):
         where = f"bytes {begin} to {begin + num_bytes}"
         with files.errors_named(path):
             raw = self._file.read(begin, num_bytes)
-        found = hashlib.sha256(raw).hexdigest()
-        if found != expected:
-            raise errors.BrokenShard(path=path, found=f"{where}: sha256 {found[:12]}", expected=expected[:12])
+        sha256 = hashlib.sha256(raw).hexdigest()
+        if sha256 != expected:
+            raise errors.BrokenShard(
+                path=path, found=f"{where}: sha256 {sha256[:12]}", expected=expected[:12]
+            )
         with names.type_errors_named(path):
             rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         if len(rows) != num_rows:

@@ -330,7 +330,7 @@ class Run:
             end = (epoch + 1) * self.ticks_per_epoch
             num_unused = self.ticks_per_epoch - self.ticks_in(epoch)
             if num_unused:  # they deliver no samples
-                counts -= self._samples_before(end) + self._samples_before(end - num_unused)
+                counts -= self._samples_before(end) - self._samples_before(end - num_unused)
         return dict(zip((source.name for source in self.sources), counts.tolist(), strict=True))
 
     def source_epochs(self, position: Position) -> dict[str, float]:

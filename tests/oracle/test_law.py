@@ -2,8 +2,9 @@
 
 The first id of a document is its number, so a batch shows which samples it has. A state machine of hypothesis
 drives the loader and the law in parallel: it continues, resumes on other ranks, jumps to earlier and later
-steps, and amends the run at any point: before its first step, several times at one step, and before an
-earlier amendment has taken effect. ``LAW=all`` runs many more histories.
+steps, and amends the run at any point: before its first step, several times at one step, before an earlier
+amendment has taken effect, and to what is planned. ``LAW=all`` runs many more histories, and at the end of
+each compares ``where`` and ``state_at`` with the law for all steps that it took.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ class Pair:
             shuffle=form.options.get("shuffle", True),
         )
         self.step = 0
+        self.taken: set[int] = set()  # all steps
         self.ranks = self.load(None, form.sources)
 
     def source(self, name: str) -> Source:
@@ -192,6 +194,7 @@ class Pair:
             delivered, samples = self.ranks.step(), chain(*self.law.step(self.step))
             expected = [self.ids(sample) for sample in samples]
             assert [sample["input_ids"] for sample in delivered] == expected, f"step {self.step}"
+            self.taken.add(self.step)
             self.step += 1
         state = self.ranks.state()
         for loader in self.ranks.loaders:
@@ -231,11 +234,29 @@ class Pair:
             return weights
         return {name: Fraction(str(share)) * times(name) for name, share in weights.items()}
 
-    def look_back(self, step: int) -> None:
-        """Compare what ``where`` says about an earlier step with the law, and what the loaders deliver."""
+    def look_back(self, steps: Sequence[int]) -> None:
+        """Compare what ``where`` says about earlier steps with the law, and what the loaders deliver."""
         state = self.ranks.state()
         path = self.data / "state.json"
         path.write_text(json.dumps(state))
+        for step in steps:
+            expected = [(sample.source, sample.number) for sample in chain(*self.law.step(step))]
+            assert sorted(self.told_by_where(path, step)) == sorted(expected), f"where of step {step}"
+        delivered = self.ranks
+        self.ranks = self.load(state, self.sources_from(min(steps)), **self.layout)
+        for step in steps:
+            for loader in self.ranks.loaders:
+                loader.load_state_dict(loader.state_at(step))
+            assert [sample["input_ids"] for sample in self.ranks.step()] == [
+                self.ids(sample) for sample in chain(*self.law.step(step))
+            ], f"state_at({step})"
+            for loader in self.ranks.loaders:
+                loader.load_state_dict(state)
+        self.ranks.close()
+        self.ranks = delivered
+
+    def told_by_where(self, path: Path, step: int) -> list[tuple[str, int]]:
+        """Return (source, number) of the samples of a step, as the command ``where`` says."""
         names = self.sources_from(step)
         folders = [f"{name}={self.data / name / 'data'}" for name in names]
         if not self.weights:
@@ -246,17 +267,7 @@ class Pair:
             shard, sample, *_ = map(int, each["address"].split(":"))
             name = each["source"] if self.weights else names[0]
             told.append((name, first_samples(self.data / name / "data")[shard] + sample))
-        expected = [(sample.source, sample.number) for sample in chain(*self.law.step(step))]
-        assert sorted(told) == sorted(expected), f"where of step {step}"
-        delivered = self.ranks
-        self.ranks = self.load(state, self.sources_from(step), **self.layout)
-        for loader in self.ranks.loaders:
-            loader.load_state_dict(loader.state_at(step))
-        assert [sample["input_ids"] for sample in self.ranks.step()] == [
-            self.ids(sample) for sample in chain(*self.law.step(step))
-        ], f"state_at({step})"
-        self.ranks.close()
-        self.ranks = delivered
+        return told
 
     def first_of_epoch(self, epoch: int) -> int:
         return next(step for step in range(10**6) if self.law.position(step)[0] == epoch)
@@ -293,6 +304,7 @@ def schedules(values: st.SearchStrategy[Any], step: int) -> st.SearchStrategy[An
 def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedStateMachine]:
     """Return a state machine that drives runs of one form."""
     group = form.options.get("group_by_length", 1)
+    can_look_back = "seq_len" not in form.options and "large" not in form.sources
 
     class Histories(RuleBasedStateMachine):
         @initialize(seed=st.integers(0, 2**63))
@@ -339,18 +351,29 @@ def machine(data: Path, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
                 pair.resume(max(border - 1, 0))
                 pair.check(2)
 
+        @rule(num_steps=st.integers(0, 2))
+        def amend_to_what_is_planned(self, num_steps: int) -> None:
+            pair = self.pair
+            assert pair.amend() == pair.step
+            pair.check(num_steps)
+
         @rule(drawn=st.data())
         def look_back(self, drawn: st.DataObject) -> None:
             """``where`` names the samples of an earlier step, and state_at moves these loaders there."""
             pair = self.pair
-            if pair.step and "seq_len" not in form.options and "large" not in form.sources:
+            if pair.step and can_look_back:
                 # A round's first step shows whether where has read the round's own shares.
                 steps = st.integers(0, pair.step - 1)
-                pair.look_back(drawn.draw(steps | steps.map(lambda step: step - step % 64)))
+                pair.look_back([drawn.draw(steps | steps.map(lambda step: step - step % 64))])
 
         def teardown(self) -> None:
-            if hasattr(self, "pair"):
-                self.pair.ranks.close()
+            if not hasattr(self, "pair"):
+                return
+            pair = self.pair
+            past = sorted(step for step in pair.taken if step < pair.step)
+            if IS_CAMPAIGN and past and can_look_back:
+                pair.look_back(past)
+            pair.ranks.close()
 
     return Histories
 

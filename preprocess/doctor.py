@@ -23,7 +23,7 @@ from preprocess.make.probe import PROBE
 from preprocess.make.worker import Worker
 from preprocess.plan.planning import make_plan, scratch_folder
 from preprocess.plan.tokenizer import document_ends_line
-from shardprep import __version__
+from shardprep import HOME, PACKAGES, __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.data_folder import DataFolder
@@ -110,6 +110,22 @@ def _check_versions() -> Iterator[Finding]:
         yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
+def _check_names() -> Iterator[Finding]:
+    """Warn of modules in the current folder that hide our packages from scripts, and under ``python -m``.
+
+    There Python itself runs the user's module, without a word, before any of our code.
+    """
+    for package in PACKAGES:
+        for path in (Path(f"{package}.py"), Path(package, "__init__.py")):
+            if path.exists() and not path.resolve().is_relative_to(HOME.resolve() / package):
+                what = path if path.parent == Path() else path.parent
+                text = (
+                    f"{what.absolute()} hides shardprep's package from scripts beside it, "
+                    f"and python -m {package} runs it; the command shardprep is not affected"
+                )
+                yield Finding("modules", text, "rename it")
+
+
 def print_torch() -> None:
     """Print the version of torch, and whether it can use the GPUs."""
     warnings.simplefilter("ignore")
@@ -122,6 +138,7 @@ def print_torch() -> None:
 
 def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> Iterator[Finding]:
     """Load a tokenizer as planning does, or that of a planned folder as tasks do. Raises ShardprepError."""
+    said: list[str] = []
     if path is not None:
         folder = DataFolder(path)
         plan = need_plan(folder)
@@ -131,7 +148,6 @@ def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> 
         content = check_tokenizer_files(folder, plan.tokenizer_files, TOKENIZER_FILE)
         name, ends = engine.name, document_ends_line(plan, engine, content)
     elif model_id is not None:
-        said: list[str] = []
         with scratch_folder() as scratch:  # plan the texts of the probe
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
             (scratch / "probe.txt").write_text(text, encoding="utf-8")
@@ -147,6 +163,10 @@ def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> 
     is_shared = spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id
     todo = "give it a pad token of its own: collators other than this project's mask the labels of EOS"
     yield Finding("tokenizer", text.removesuffix("; "), todo if is_shared else "")
+    for line in said:
+        if line.startswith("warning: "):
+            text, _, todo = line.removeprefix("warning: ").partition(". ")
+            yield Finding("tokenizer", text, todo)
 
 
 def doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +197,7 @@ def doctor(args: argparse.Namespace) -> int:
         )
         return 0
     # Versions first, so that torch is tried before anything large is loaded here.
-    findings = [*_check_versions(), *_check_machine(num_cpus)]
+    findings = [*_check_versions(), *_check_names(), *_check_machine(num_cpus)]
     topic = "memory"
     try:
         resources.check_address_space()

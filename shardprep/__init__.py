@@ -8,7 +8,7 @@ import sys
 
 # Until the current folder has left the path, only modules that Python has loaded itself may be used.
 _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-_PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 
 
 def path_without_current_folder(path: list[str]) -> list[str]:
@@ -30,7 +30,7 @@ def _runs_as_module() -> bool:
     if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
         return False
     after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
-    return after[:1] != [] and after[0].partition(".")[0] in _PACKAGES
+    return after[:1] != [] and after[0].partition(".")[0] in PACKAGES
 
 
 if _runs_as_module():  # ``python -m`` puts the current folder first

@@ -482,6 +482,24 @@ def test_under_ulimit_a_task_makes_its_shard_or_refuses_at_once(data: dict[str, 
         made(data[form], engine, f"ulimit -v {1013 << 10}").ends(0)
 
 
+def test_doctor_names_what_hides_our_packages_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``python -m loader`` beside a loader.py runs that file, without a word from us."""
+    for name in ("loader", "slurm"):  # folders of logs or scripts hide nothing
+        (tmp_path / name).mkdir()
+    for folder in (tmp_path, ROOT):
+        monkeypatch.chdir(folder)
+        assert "modules" not in findings()
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "preprocess.py", tmp_path / "loader" / "__init__.py"):
+        path.write_text("")
+        told = findings()["modules"]
+        hiding = path if path.parent == tmp_path else path.parent
+        assert (told["level"], str(hiding) in told["text"]) == ("warning", True)
+        path.unlink()
+
+
 @pytest.mark.processes
 def test_doctor_export_prints_only_lines_for_a_shell(tmp_path: Path) -> None:
     ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"}).ends(0)

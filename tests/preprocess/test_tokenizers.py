@@ -167,6 +167,7 @@ def test_a_second_plan_uses_the_cached_tokenizer_but_not_a_damaged_entry(
         [line for line in text.splitlines() if "GPT2Tokenizer" in line] for text in (told, told_again)
     ]
     assert warnings[0] == warnings[1] != []
+    assert "GPT2Tokenizer" in world.main("doctor", model_id=world.tokenizer).out
     for path in [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]:
         intact = path.read_bytes()
         path.write_bytes(intact[:9] + bytes([intact[9] ^ 1]) + intact[10:])

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hatchling
 import pytest
 
 from loader import UsageError, get_llama3_dataloader
@@ -215,6 +216,36 @@ def test_a_preprocess_py_that_hides_the_package_is_named_but_does_not_affect_the
     assert run(tmp_path, *words.split(), code=code).startswith(
         said.replace("FILE", str(path)).replace("FOLDER", str(tmp_path))
     )
+
+
+EDITABLE = (
+    "import os, sys, hatchling.build; os.chdir(sys.argv[1]); hatchling.build.build_editable(sys.argv[2])"
+)
+# As Python starts with this installation alone, and runs a script in the given folder.
+STARTS = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+sys.path.append(sys.argv[3])
+import loader, preprocess
+print(loader.__file__, preprocess.__file__)
+"""
+
+
+@pytest.mark.processes
+def test_folders_named_like_our_packages_beside_a_script_do_not_hide_them(tmp_path: Path) -> None:
+    """Neither from an installation nor from an editable one. Folders with an __init__.py are packages."""
+    for name in ("loader", "preprocess", "slurm"):
+        (tmp_path / "project" / name).mkdir(parents=True)
+        (tmp_path / "project" / name / "job-1.log").write_text("")
+    (tmp_path / "wheel").mkdir()
+    run_child([sys.executable, "-c", EDITABLE, ROOT, tmp_path / "wheel"])
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    libraries = Path(hatchling.__file__).parent.parent
+    words = ["-I", "-S", "-c", STARTS, tmp_path / "site", tmp_path / "project", libraries]
+    found = run_child([sys.executable, *map(str, words)]).stdout.split()
+    assert found == [str(ROOT / name / "__init__.py") for name in ("loader", "preprocess")]
 
 
 # Signals. tests/faults stops commands at each call to the system and checks for temporaries.

@@ -488,6 +488,10 @@ def duplicates(args: argparse.Namespace) -> int:
             where = given.of(folder, plan)
             inputs[folder] = where
             reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
+            if plan.options.learn == "each":
+                expected = "--learn all, as documents of one conversation have equal digests"
+                advice = "plan the same input so into another folder; its list fits this one, too"
+                raise UsageError(path=folder, found="--learn each", expected=expected, advice=advice)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 if (stamp := manifest.digests) is None:
                     expected = "those of plan --digests; plan again with it, into a new folder"

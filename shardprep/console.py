@@ -151,11 +151,13 @@ def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> li
     if len(sources) < 2:
         return []
     largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
-    lines = [
-        f"  {name}: {counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens, "
-        f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
-        for name, counts in largest[:_MAX_NAMED]
-    ]
+    lines = []
+    for name, counts in largest[:_MAX_NAMED]:
+        learnt = f" ({counts['num_learnt_tokens']:,} learnt)" if "num_learnt_tokens" in counts else ""
+        lines.append(
+            f"  {name}: {counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens{learnt}, "
+            f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
+        )
     if (more := len(largest) - _MAX_NAMED) > 0:
         lines.append(f"  and {more} more sources: {all_in} has them all")
     return lines

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -72,7 +71,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "slurm_away": queue.away,
         "why_not_visible": state.why_not_visible(),
         "history": history,
-        "sources": {name: asdict(source) for name, source in sources.items()},
+        "sources": {name: source.to_dict() for name, source in sources.items()},
         **_progress(state, waits),
     }
 

@@ -26,6 +26,7 @@ class _Source:
         self.num_quarantined = 0
         self.num_bytes = 0  # of the input files, or of the texts if records name the source
         self.num_text_bytes = self.num_chars = 0
+        self.num_learnt_tokens: int | None = None  # of conversations
         self._lengths = np.zeros((2, _NUM_LENGTH_BINS), np.int64)  # documents and tokens
 
     def add(self, texts: Texts, num_tokens: Numbers, num_bytes: int) -> None:
@@ -38,6 +39,9 @@ class _Source:
         place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
         self._lengths[0] += np.bincount(place, minlength=_NUM_LENGTH_BINS)
         self._lengths[1] += np.bincount(place, num_tokens, _NUM_LENGTH_BINS).astype(np.int64)
+
+    def add_learnt(self, num_tokens: int) -> None:
+        self.num_learnt_tokens = num_tokens + (self.num_learnt_tokens or 0)
 
     def lengths(self) -> dict[int, list[int]]:
         """Return documents and tokens by length, as TextCounts has them."""
@@ -69,8 +73,11 @@ class Counting:
         """Return the reasons why documents were left out."""
         return {bad.reason for bad in self.bad}
 
-    def add(self, documents: DocumentBatch, num_tokens: Numbers) -> None:
-        """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
+    def add(self, documents: DocumentBatch, num_tokens: Numbers, num_learnt: Numbers | None = None) -> None:
+        """Count a batch, given the tokens of each document, and of a conversation those with labels.
+
+        Raises BadInput for too many sources.
+        """
         file_source = names.source_of_path(documents.input_path)
         self.num_documents += len(documents.lines)
         self.num_tokens += int(num_tokens.sum())
@@ -80,12 +87,16 @@ class Counting:
         self._input_bytes += documents.num_bytes
         if "source" not in documents.columns:
             self._source(file_source).add(documents.texts, num_tokens, documents.num_bytes)
+            if num_learnt is not None:
+                self._source(file_source).add_learnt(int(num_learnt.sum()))
         numbers_of = defaultdict[str, list[int]](list)  # documents of each source that records name
         for number, name in enumerate(documents.columns.get("source", ())):
             numbers_of[name or file_source].append(number)
         for name, numbers in numbers_of.items():
             texts = documents.texts.only(numbers)
             self._source(name).add(texts, num_tokens[numbers], texts.num_bytes)
+            if num_learnt is not None:
+                self._source(name).add_learnt(int(num_learnt[numbers].sum()))
         self.bad += documents.bad
         for bad in documents.bad:
             self._source(bad.source or file_source).num_quarantined += 1
@@ -113,6 +124,7 @@ class Counting:
                 num_tokens=sum(both[1] for both in lengths.values()),
                 num_bytes=source.num_bytes,
                 num_quarantined=source.num_quarantined,
+                num_learnt_tokens=source.num_learnt_tokens,
             )
             if lengths:
                 texts[name] = manifests.TextCounts(

@@ -140,6 +140,7 @@ class Worker:
         began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
         plan, options, transform = self.plan, self.plan.options, self._reader.transform
         transform_began_s = transform.cpu_s if transform else 0.0
+        render_began_s = self._render_cpu_s()
         batches = self._reader.read_shard(shard, self._batch_bytes)
         if (most := self.settings.max_batch_documents) is not None:
             batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
@@ -155,6 +156,7 @@ class Worker:
                 progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # free its part of the tar, up to 11 MB, before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
+            render_cpu_s = self._render_cpu_s() - render_began_s
             facts = RunFacts(
                 engine=f"{self.engine.name} {self.engine.version}",
                 shardprep=shardprep.__version__,
@@ -164,14 +166,23 @@ class Worker:
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
                 wall_s=round(time.monotonic() - wall_began, 3),
-                cpu_s=round(time.process_time() - cpu_began, 3),
+                cpu_s=round(time.process_time() - cpu_began + render_cpu_s, 3),
                 max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
                 libraries=transform.versions() if transform else {},
+                render_cpu_s=round(render_cpu_s, 3),
             )
             return writer.commit(
                 facts, unblanked_sha256=None if blanked is None else blanked.unblanked_sha256
             )
+
+    def _render_cpu_s(self) -> float:
+        """Return the CPU time that rendering conversations has taken so far, in a process of its own."""
+        if not self.plan.options.is_chat:
+            return 0.0
+        from preprocess.read import chat
+
+        return chat.cpu_s()
 
     def _encode_and_lay_out(
         self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: DocumentBatch

@@ -24,7 +24,7 @@ from preprocess.make.counts import Counting
 from preprocess.make.members import DocumentMembers
 from preprocess.make.pieces import NO_DIGESTS, Digests, EncodedBatch, TarPiece
 from preprocess.make.rows import RowMembers
-from preprocess.make.token_ids import TokenBatch
+from preprocess.make.token_ids import NO_LOSS, TokenBatch
 from preprocess.read.documents import DocumentBatch
 from shardprep import files
 from shardprep.format import names
@@ -93,7 +93,12 @@ class ShardWriter:
 
     def append(self, batch: EncodedBatch) -> None:
         """Add documents, in the order of the input."""
-        self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
+        num_learnt = None
+        if self._spec.record == "chat":
+            # int64[tokens + 1]: tokens with labels before each token
+            before = np.concatenate([[0], np.cumsum(batch.tokens.ids < NO_LOSS)])
+            num_learnt = np.diff(before[batch.tokens.offsets])
+        self.counting.add(batch.documents, np.diff(batch.tokens.offsets), num_learnt)
         if "ids" in self._side_files:
             # One line of JSON per document: input number, place in it, id. Lines of text have no id.
             documents = batch.documents

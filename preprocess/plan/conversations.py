@@ -18,9 +18,9 @@ from preprocess.make.token_ids import NO_LOSS, TokenBatch
 from preprocess.read import chat
 from preprocess.read.answers import REASONING_KEYS, len_of_common_beginning, strings_in
 from preprocess.read.documents import DocumentBatch
-from preprocess.read.messages import parsed_conversation
+from preprocess.read.messages import FORMS, MessageFields, parsed_conversation
 from preprocess.read.rendering import ChatTemplate, Rendered, check_variables
-from preprocess.read.text_fields import UnusableText
+from preprocess.read.text_fields import UnusableText, value_at
 from shardprep import errors
 from shardprep.console import counted, printable
 from shardprep.format.plan import PlanOptions
@@ -178,6 +178,25 @@ def _change_of(found: list[Rendered] | UnusableText) -> str:
     given = alone[begin : begin + _MOST_EXAMPLE_CHARS]
     later = whole[begin : begin + _MOST_EXAMPLE_CHARS]
     return f"where an answer is {given!a} when it is given, it is {later!a} when a turn follows"
+
+
+def form_line(records: list[Any], options: PlanOptions) -> str:
+    """Return which fields of the records make conversations, if that needs a word."""
+    fields = MessageFields(options)
+    forms: Counter[str] = Counter()
+    beside: set[str] = set()
+    for record in records:
+        given = {path: value_at(record, path) for path in fields.text_paths}
+        recognized = fields.recognize(given)
+        if isinstance(recognized, UnusableText):
+            continue
+        forms[FORMS[recognized.form]] += 1
+        beside |= fields.beside(given)
+    if not beside and forms.keys() <= {FORMS["messages"]}:
+        return ""
+    more = f", with {', '.join(sorted(beside))}" if beside else ""
+    forms_text = " or ".join(forms)
+    return f"conversations are read from {forms_text}{more}; --chat_format and --text_field say otherwise"
 
 
 class ConversationSample:

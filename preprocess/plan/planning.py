@@ -32,7 +32,12 @@ from preprocess.make.engine import Engine
 from preprocess.make.fast import equal_fast_engine
 from preprocess.make.probe import FEW_BYTES, ids_sha256
 from preprocess.make.writer import ShardWriter
-from preprocess.plan.conversations import ConversationSample, fitted_template, template_warnings
+from preprocess.plan.conversations import (
+    ConversationSample,
+    fitted_template,
+    form_line,
+    template_warnings,
+)
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
@@ -441,6 +446,8 @@ def measure(
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
     sizes, num_shards = plan.shard_bytes(), plan.num_shards
     notes = list(conversations.lines()) if conversations is not None else []
+    if conversations is not None and transform is None:
+        notes[:0] = filter(None, [form_line(_sampled_records(plan), plan.options)])
     if conversations is not None and counting.num_documents:
         share = render_s / max(cpu_s, 1e-9)
         rate = counting.num_documents / max(render_s, 1e-3)
@@ -487,6 +494,14 @@ def _check_sample(plan: Plan, counting: Counting) -> None:
         return
     if {bad.reason for bad in unusable} <= {"no_field", "wrong_type"}:
         _check_fields(plan)
+    if {bad.reason for bad in unusable} == {"preference_pair"}:
+        raise errors.BadInput(
+            path=plan.input_dir,
+            found="preference pairs, chosen and rejected, which are no rows for a language model's loss",
+            expected="conversations",
+            advice="for one side, plan with --text_field chosen; pairs are for a preference trainer",
+            remedy="--text_field chosen",
+        )
     first = unusable[0]
     reasons = ", ".join(sorted({bad.reason for bad in unusable}))
     found = f"all documents of a sample, {len(unusable):,}, would be left out ({reasons}), and the limit is "

@@ -32,6 +32,7 @@ _THINK_TAG = re.compile("(</?think>)")
 # or those of private use.
 _MARKS = ("\U00020000", "\U0002a6d6"), ("\U000f0000", "\U0010fffd")
 _MOST_CONTROL_CHARS = 64  # of a control token
+_MOST_PROMPT_CHARS = 256  # of the end of a generation prompt
 
 
 class Unrendered(Exception):
@@ -75,16 +76,19 @@ class Answers:
         own = [places[mark] for mark in marked.of_message[number] if mark in places]
         try:
             before = self._render(marked.messages[:number], add_generation_prompt=True)
-            begin = self._agrees_up_to(before)
+            begin = self._begin_of_turn(*self._agreement(before))
         except Unrendered:
             if not own:
                 raise
             begin = own[0]
-        end = self._agrees_up_to(self._render(marked.messages[: number + 1]))
+        end, _ = self._agreement(self._render(marked.messages[: number + 1]))
         return min([begin, *own]), max([end, *own])
 
-    def _agrees_up_to(self, other: str) -> int:
-        """Return up to where the text agrees with a marked one from the last mark that both have."""
+    def _agreement(self, other: str) -> tuple[int, int]:
+        """Compare the text with a marked one, from the last mark that both have.
+
+        Returns up to where they agree, and how much more the other one has.
+        """
         place, tail = 0, other
         for found in reversed(list(self._mark.finditer(other))):
             if found[0] in self._places:
@@ -92,7 +96,19 @@ class Answers:
                 break
         tail = self._mark.sub("", tail)
         here = self.text[place : place + len(tail)]
-        return place + len_of_common_beginning(here, tail)
+        num_equal = len_of_common_beginning(here, tail)
+        return place + num_equal, len(tail) - num_equal
+
+    def _begin_of_turn(self, place: int, num_missing: int) -> int:
+        """Return ``place``, or where the part of the generation prompt begins that is not all in the text.
+
+        A prompt may end with <think>, for thoughts that the text no longer has.
+        """
+        if not num_missing:
+            return place
+        before = self.text[:place]
+        ends = [found.end() for found in self._control.finditer(before, max(0, place - _MOST_PROMPT_CHARS))]
+        return max(before.rfind("\n") + 1, *ends[-1:], 0) or place
 
     def _to_tokens(self, begin: int, end: int) -> Span:
         """Move the ends of a span out of control tokens, and include the control token that ends the turn."""

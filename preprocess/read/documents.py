@@ -216,7 +216,9 @@ class DocumentReader:
                     texts: list[bytes | UnusableText] = list(documents.texts)
                     for number in np.flatnonzero(is_named).tolist():
                         why = excluded.why_excluded(matches[:, number])
-                        texts[number] = UnusableText("excluded", why)
+                        # A record is left out once, however many documents it has.
+                        is_again = bool(number) and documents.lines[number] == documents.lines[number - 1]
+                        texts[number] = b"" if is_again else UnusableText("excluded", why)
                     documents = documents.with_texts(texts)
             # A conversation may have several documents.
             lines = documents.lines if num_left is None else np.unique(documents.lines)

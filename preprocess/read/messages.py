@@ -135,6 +135,8 @@ class MessageFields(TextFields):
             return UnusableText("preference_pair", _PAIR)
         if found is None:
             first = self._places["lists"][0]
+            if form != "auto" and value is not None:
+                return UnusableText("no_field", f"it has no {FORMS[form]}, as --chat_format says")
             return unusable(first, given.get(first, MISSING))
         system = value_of["system"]
         if isinstance(found, UnusableText) or found.form == "messages":
@@ -142,6 +144,11 @@ class MessageFields(TextFields):
         if isinstance(system, str) and system and _role(found.messages) != "system":
             found.messages.insert(0, {"role": "system", "content": system})
         return found
+
+    def beside(self, given: Mapping[FieldPath, Any]) -> set[str]:
+        """Return what a record has beside its messages: some of tools, documents and chat_template_kwargs."""
+        names = ("tools", "documents", "chat_template_kwargs")
+        return {name for name in names if self._first(name, given)[1] not in (None, "", "[]", [], {})}
 
     def _first(self, name: str, given: Mapping[FieldPath, Any]) -> tuple[FieldPath, Any]:
         """Return the first of the places of a name that has a value, and the value, which may be None."""
@@ -216,7 +223,7 @@ def _messages_in(value: Any) -> list[Any] | None:
 
 def _alpaca(value_of: Mapping[str, Any]) -> list[Any]:
     messages: list[Any] = []
-    earlier = value_of["history"]
+    earlier = parsed_if_json(value_of["history"])
     for turn in earlier if isinstance(earlier, list) else []:
         question, answer = turn
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

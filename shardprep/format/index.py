@@ -397,7 +397,7 @@ class DatasetIndex:
     def to_json(self) -> bytes:
         """Return the content of index.json, about 70 bytes per shard. Equal shards give equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
-        sources = {name: asdict(counts) for name, counts in self.sources.items()}
+        sources = {name: counts.to_dict() for name, counts in self.sources.items()}
         content: dict[str, Any] = {"spec": asdict(self.spec), "sources": sources}
         content |= {"columns": [*COLUMNS, "tar_sha256"], "shards": rows}
         if self.blanked:

@@ -62,6 +62,11 @@ class SourceCounts:
     num_tokens: Count  # without padding
     num_bytes: Count  # of the input files; with --source_field, of the documents' text
     num_quarantined: Count
+    num_learnt_tokens: Count | None = None  # of conversations: tokens with labels; None of other records
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts that there are."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
@@ -69,7 +74,7 @@ def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, So
     sums = defaultdict[str, Counter[str]](Counter)
     for sources in shards:
         for name, counts in sources.items():
-            sums[name].update(asdict(counts))
+            sums[name].update(counts.to_dict())
     return {name: SourceCounts(**sums[name]) for name in sorted(sums)}
 
 
@@ -138,6 +143,7 @@ class RunFacts:
     texts: dict[str, TextCounts] | None = None  # by source
     transform_cpu_s: Seconds = 0.0  # part of cpu_s, in the function of --transform
     libraries: dict[str, Text] = field(default_factory=dict)  # versions of what that function imported
+    render_cpu_s: Seconds = 0.0  # part of cpu_s, in the process that renders conversations
 
     @property
     def ended(self) -> float:
@@ -167,10 +173,14 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
         content = asdict(self)
+        sources = {name: counts.to_dict() for name, counts in self.counts.sources.items()}
+        content["counts"]["sources"] = sources
         if self.unblanked_sha256 is None:
             del content["unblanked_sha256"]
         if not self.run.libraries:
             del content["run"]["libraries"]
+        if not self.run.render_cpu_s:
+            del content["run"]["render_cpu_s"]
         data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 

@@ -110,7 +110,7 @@ STAMPED_NAMES: Mapping[str, Callable[[int], str]] = {
 
 def is_chosen(reason: str) -> bool:
     """Return whether a document is left out because the user chose so, not because it is unusable."""
-    return reason in ("excluded", "transform") or reason.startswith("transform: ")
+    return reason in ("excluded", "transform", "not_learnt") or reason.startswith("transform: ")
 
 
 def source_of_path(path: str) -> str:

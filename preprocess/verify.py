@@ -96,7 +96,7 @@ def verify(args: argparse.Namespace) -> int:
     print_lines(f"{done} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     if args.fast:
         print_lines(f"to also check every byte: {commands.on('verify', folder)}")
-    counts = {name: dataclasses.asdict(source) for name, source in index.sources.items()}
+    counts = {name: source.to_dict() for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if plan.options.excluded:
         print_lines(*_exclude_lines(folder, plan, manifests))

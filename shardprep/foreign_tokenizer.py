@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
@@ -209,8 +210,14 @@ _BEGINS_VALUE = re.compile(rb":[ \t\r\n]*[\[{]")  # that is an object or a list
 # In the model, only these have such a value. A second "normalizer" after it would count.
 _KEYS_OF_MODEL = (b'"model"', b'"vocab"', b'"merges"')
 _MOST_BYTES_BEFORE = 64  # a colon, to see the key
-_COSTLY_MODEL = b"WordPiece"  # takes quadratic time for long words
-_MOST_WORD_CHARS = 1000
+_TYPE_OF_MODEL = re.compile(rb'type"\s*:\s*"(\w+)"')  # a quote in front would double the search's time
+_CHEAP_MODELS = ([b"BPE"], [b"WordLevel"])  # of any words and tokens
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][0-9a-fA-F]|[57][0-9aA])")  # nobody writes one so
+_MOST_WORD_CHARS = 1000  # WordPiece takes quadratic time for long words
+_MOST_PIECE_BYTES = 256  # Unigram looks for pieces of each length at each byte
+# Decoding an id gives a token. One of 1,023 bytes or more is found: it covers all between two multiples of this.
+_TOKEN_BYTES = 512
+_BLOCK_BYTES = 256 << 10  # stays in the cache of a core
 
 
 class UnknownCost(ValueError):
@@ -235,10 +242,7 @@ def has_bounded_cost(tokenizer_json: bytes) -> bool:
             return True  # it is refused at once
         if _has_other_parts(model):
             return False
-        if _COSTLY_MODEL in model:
-            parsed = orjson.loads(b"{" + model)["model"]
-            if parsed["type"] == "WordPiece" and parsed["max_input_chars_per_word"] > _MOST_WORD_CHARS:
-                return False
+        _check_model(model)
         check_bounded_cost(head)
     except orjson.JSONDecodeError:
         return not _may_be_json(tokenizer_json)
@@ -254,6 +258,40 @@ def _has_other_parts(model: bytes) -> bool:
         # A quote after a letter or a digit ends a string. That of a token such as ":[ begins one.
         ends_key = not before or (before.endswith(b'"') and before[-2:-1].isalnum())
         if ends_key and not before.endswith(_KEYS_OF_MODEL):
+            return True
+    return False
+
+
+def _check_model(model: bytes) -> None:
+    """Raise UnknownCost, or another error, unless a model takes a time in proportion to texts and ids."""
+    if _ESCAPED_LETTER.search(model) or _has_long_token(model):
+        raise UnknownCost
+    if _TYPE_OF_MODEL.findall(model) in _CHEAP_MODELS:
+        return
+    parsed = orjson.loads(b"{" + model)["model"]
+    kind = parsed.get("type")
+    if kind is None and "merges" in parsed and "max_input_chars_per_word" not in parsed:
+        kind = "BPE"  # as tokenizers wrote it once
+    if kind == "WordPiece":
+        is_cheap = parsed["max_input_chars_per_word"] <= _MOST_WORD_CHARS
+    elif kind == "Unigram":
+        is_cheap = all(len(piece.encode()) <= _MOST_PIECE_BYTES for piece, _ in parsed["vocab"])
+    else:
+        is_cheap = kind in ("BPE", "WordLevel")
+    if not is_cheap:
+        raise UnknownCost
+
+
+def _has_long_token(model: bytes) -> bool:
+    """Return whether somewhere no string begins or ends for so long that a token may be that long."""
+    num_parts = len(model) // _TOKEN_BYTES
+    whole = np.frombuffer(model, np.uint8, num_parts * _TOKEN_BYTES)
+    for begin in range(0, len(whole), _BLOCK_BYTES):
+        # content: uint8[up to _BLOCK_BYTES]; is_end: bool, of the same shape
+        content = whole[begin : begin + _BLOCK_BYTES]
+        is_end = content == ord('"')
+        is_end[1:] &= content[:-1] != ord("\\")
+        if not is_end.reshape(-1, _TOKEN_BYTES).any(axis=1).all():
             return True
     return False
 

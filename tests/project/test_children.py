@@ -11,18 +11,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardprep.errors import ShardprepError
+from shardprep.foreign_tokenizer import has_bounded_cost
 from tests.checkout import ROOT
 from tests.children import child, end_of, environ_of_children, run_child
 from tests.forged import write_head
 from tests.held_children import Hold
-from tests.world import World, open_loader, save_tokenizer
+from tests.world import World, open_loader, save_tokenizer, tokenizer_dir
 
 PLACE = Path(__file__).parents[1] / "held"
 OURS = ("shardprep", "preprocess", "loader", "slurm", "lustre")
@@ -258,6 +259,30 @@ def test_a_costly_tokenizer_of_a_data_set_ends_in_an_error_that_names_it(tmp_pat
     ended = world.main(*words)
     assert ended.code in (65, 78), ended.text
     assert str(path) in ended.err
+
+
+# Parts of a model that take more time or memory than a text of the same length in another tokenizer.
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["a" * size, -1.0] for size in range(1, 600)]}
+COSTLY_MODELS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "pieces of each length": lambda model: json.dumps(UNIGRAM),
+    "pieces of each length, and no type": lambda model: json.dumps({**UNIGRAM, "type": None}),
+    "a type in escapes": lambda model: json.dumps(UNIGRAM).replace("Unigram", r"\u0055nigram"),
+    "two types": lambda model: json.dumps(model)[:-1] + ", " + json.dumps(UNIGRAM)[1:],
+    "a token of 5 MB": lambda model: json.dumps({**model, "vocab": {**model["vocab"], "z" * 5_000_000: 999}}),
+    "a token of 5 MB with quotes": lambda model: json.dumps(
+        {**model, "vocab": {**model["vocab"], 'z"' * 2_500_000: 999}}
+    ),
+    "a suffix of 1 MB": lambda model: json.dumps({**model, "end_of_word_suffix": "z" * 1_000_000}),
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY_MODELS)
+def test_a_model_whose_cost_is_not_known_is_used_within_limits(kind: str) -> None:
+    text = (tokenizer_dir() / "tokenizer.json").read_text()
+    data = json.loads(text)
+    model = data.pop("model")
+    assert has_bounded_cost(json.dumps({**data, "model": model}).encode())
+    assert not has_bounded_cost(f'{json.dumps(data)[:-1]}, "model": {COSTLY_MODELS[kind](model)}}}'.encode())
 
 
 @pytest.mark.processes

@@ -167,14 +167,18 @@ def _begin(
 ) -> None:
     """Write what a worker needs into the new folder, the plan last. Raises Refused for files of others."""
     what = "the one that this command writes"
+    own = {} if transform is None else transform.stamps_of_copy()
+    excluded = None
+    if plan.options.excluded:
+        excluded = documents.read_excluded(folder, plan.options.excluded)
+        own |= documents.stamps_of_excluded(folder, excluded)
     new.make_folder()
-    refuse_foreign_files(new)
+    refuse_foreign_files(new, own)
     refuse_other_tokenizer(new, plan.tokenizer_files)
     new.make_subfolder(BLANKED_DIR)
     for number, each in blanked_in.items():
         new.publish_equal(blanked_name(number), documents.blanked_content(each), what=what)
-    if plan.options.excluded:
-        excluded = documents.read_excluded(folder, plan.options.excluded)
+    if excluded is not None:
         new.publish_equal(EXCLUDED_NAME, excluded.keys.tobytes(), what=what)
         with contextlib.suppress(*NOT_THERE):  # it is only for people
             new.publish_copy(EXCLUDED_LIST_NAME, folder)

@@ -70,6 +70,11 @@ class FileStamp:
     num_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     sha256: Digest
 
+    @classmethod
+    def of(cls, content: bytes) -> FileStamp:
+        """Return the stamp of a file with this content."""
+        return cls(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
 
 class errors_named:  # noqa: N801 - used like a function; a generator would take as long as a stat
     """Turn every OSError except NOT_THERE into a ReadWriteError that names the path."""

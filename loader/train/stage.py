@@ -26,7 +26,7 @@ from shardprep.errors import (
 from shardprep.format import commands, names
 from shardprep.format import manifest as manifests
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
-from shardprep.format.documents import blanked_content, read_blanked, read_excluded
+from shardprep.format.documents import blanked_content, read_blanked, read_excluded, stamps_of_excluded
 from shardprep.format.index import read_index
 from shardprep.format.plan import Plan, read_plan, read_tokenizer, refuse_other_tokenizer
 
@@ -71,7 +71,7 @@ def stage(args: argparse.Namespace) -> int:
         found = f"{short_bytes(free_bytes)} free"
         raise CannotWrite(path=target, found=found, expected=f"{expected}; nothing was copied")
     plan = read_plan(folder)
-    _claim(target, plan_id, plan)
+    _claim(folder, target, plan_id, plan)
     if plan is not None:  # it is first, since the folder is known by it from then on
         try:
             target.publish_copy(names.PLAN_NAME, folder)
@@ -104,7 +104,7 @@ def stage(args: argparse.Namespace) -> int:
     return failures[0].exit_code if failures else 0
 
 
-def _claim(target: DataFolder, plan_id: str, plan: Plan | None) -> None:
+def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | None) -> None:
     """Check that a folder is new, or has a copy of this data set, and mark it. Raises Refused."""
     if manifests.refuse_other_plan(target, plan_id):  # a copy of this data set
         return
@@ -116,7 +116,10 @@ def _claim(target: DataFolder, plan_id: str, plan: Plan | None) -> None:
     mark = plan_id.encode()
     if target.read_beginning(_MARK, len(mark)) == mark:  # another process copies the same
         return
-    refuse_foreign_files(target)
+    own: dict[str, files.FileStamp] = {}
+    if plan is not None and plan.options.excluded:
+        own = stamps_of_excluded(folder, read_excluded(folder, plan.options.excluded))
+    refuse_foreign_files(target, own)
     if plan is not None:
         refuse_other_tokenizer(target, plan.tokenizer_files)
     try:

@@ -57,6 +57,7 @@ from shardprep.format.documents import (
     lines_of,
     publish_excluded,
     read_names,
+    stamps_of_given,
     unmatched_of,
 )  # fmt: skip
 from shardprep.format.jobs import start_ticks
@@ -207,7 +208,10 @@ def make_plan(
         if frozen is not None:
             plans.refuse_another_plan(frozen, plan, folder)
         else:
-            refuse_foreign_files(folder)
+            own = {} if transform is None else transform.stamps_of_copy()
+            if excluded is not None and config.exclude is not None:
+                own |= stamps_of_given(folder, config.exclude, excluded, id_field=config.id_field)
+            refuse_foreign_files(folder, own)
         # "auto" says nothing about a planned folder, and about a folder that is not on Lustre.
         is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
         if stripe != "none" and not is_quiet:

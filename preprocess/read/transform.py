@@ -29,7 +29,7 @@ from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, UnusableText, too_l
 from preprocess.read.user_code import CodeFiles, UserCode
 from shardprep import LeaveOut
 from shardprep.errors import ReadWriteError, Refused, UsageError
-from shardprep.files import NOT_THERE
+from shardprep.files import NOT_THERE, FileStamp
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import TRANSFORM_DIR
@@ -187,6 +187,10 @@ class Transform:
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that the function imported, by name."""
         return self._code.versions()
+
+    def stamps_of_copy(self) -> dict[str, FileStamp]:
+        """Return the stamps of the files that ``publish_copy`` writes, by their names in a data set."""
+        return {f"{TRANSFORM_DIR}/{name}": FileStamp.of(raw) for name, raw in self.files.contents.items()}
 
     def publish_copy(self, folder: DataFolder) -> None:
         """Copy the files into a data set, for people to read. Raises CannotWrite, ReadWriteError."""

@@ -7,10 +7,11 @@ reaches it by descriptors, see ``shardprep/folders.py``, and writes and removes 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardprep.errors import Refused
-from shardprep.files import TEMPORARY_NAME
+from shardprep.files import TEMPORARY_NAME, FileStamp
 from shardprep.folders import Folder
 from shardprep.format import names
 
@@ -61,10 +62,11 @@ _BEFORE_PLAN = frozenset(
 _NOTHING_REPLACED = frozenset({JOBS_FOLDER, OVERLAP_FOLDER, "verify"})  # in folders of these names
 
 
-def refuse_foreign_files(folder: DataFolder) -> None:
+def refuse_foreign_files(folder: DataFolder, own: Mapping[str, FileStamp] | None = None) -> None:
     """Check that a folder without a plan has no files with names of the format, which would be replaced.
 
-    Raises Refused for the first one, unless it is one that ``plan`` or ``blank`` compare before they use it.
+    ``own``: what the caller writes before the plan or just after it. Such a file may be there if it is equal,
+    after a run that was stopped. Raises Refused for the first other file, unless the caller compares it.
     """
     for name in folder.names():
         if name in _BEFORE_PLAN | _NOTHING_REPLACED or TEMPORARY_NAME.fullmatch(name):
@@ -72,4 +74,9 @@ def refuse_foreign_files(folder: DataFolder) -> None:
         if _WRITABLE.fullmatch(name):
             found = f"it is there, but no {names.PLAN_NAME} that it belongs to"
             expected = "a folder without such files: move them away, restore the plan, or use another folder"
+            raise Refused(path=folder.path_of(name), found=found, expected=expected)
+    for name, stamp in (own or {}).items():
+        if folder.status_of(name) is not None and folder.stamp_of(name) != stamp:
+            found = "another file, which stays"
+            expected = "nothing, or the one that this command writes; move it away, or name another folder"
             raise Refused(path=folder.path_of(name), found=found, expected=expected)

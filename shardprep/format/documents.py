@@ -402,6 +402,25 @@ def unmatched_of(
     return UnmatchedNames(len(listed.keys), num_unmatched, examples)
 
 
+def stamps_of_given(
+    folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str
+) -> dict[str, FileStamp]:
+    """Return the stamps of what ``publish_excluded`` writes, of the lines only if they are compared."""
+    stamps = {names.EXCLUDED_NAME: FileStamp.of(listed.keys.tobytes())}
+    if folder.status_of(names.EXCLUDED_LIST_NAME) is not None:
+        lines = "".join(f"{line}\n" for line, _, _ in _names_in(path, id_field))
+        stamps[names.EXCLUDED_LIST_NAME] = FileStamp.of(lines.encode())
+    return stamps
+
+
+def stamps_of_excluded(folder: DataFolder, listed: DocumentNames) -> dict[str, FileStamp]:
+    """Return the stamps of the two files about excluded documents that a copy of a data set has."""
+    stamps = {names.EXCLUDED_NAME: FileStamp.of(listed.keys.tobytes())}
+    with contextlib.suppress(*files.NOT_THERE):  # it is only for people
+        stamps[names.EXCLUDED_LIST_NAME] = folder.stamp_of(names.EXCLUDED_LIST_NAME)
+    return stamps
+
+
 def publish_excluded(folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str) -> None:
     """Write the keys of a list into a data set, and its lines, which are only for people."""
     folder.publish(names.EXCLUDED_NAME, listed.keys.tobytes())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from loader import BrokenShard
+from shardprep.format.data_folder import DataFolder
 from tests.forged import rewrite_json
 from tests.world import World, call_main, open_loader, refuses
 
@@ -75,6 +76,48 @@ def test_a_foreign_file_in_an_output_folder_is_named_and_stays(
     }
     named = foreign.parent if foreign.parent != new and "tokenizer" not in name else foreign
     call_main(*words[command]).ends(78, named)
+    assert contents(new) == before
+
+
+@pytest.fixture(scope="module")
+def with_function(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, list[Any]]:
+    """Two shards of a plan with a function and a list of excluded documents, and the flags of its plan."""
+    folder = tmp_path_factory.mktemp("with_function")
+    code, listed = folder / "keep.py", folder / "excluded.txt"
+    code.write_text('def transform(record):\n    return record["text"]\n')
+    listed.write_text("d1\n")
+    world = World(folder).raw(
+        {"a.jsonl": "".join(f'{{"text": "word {n}", "id": "d{n}"}}\n' for n in range(9))}
+    )
+    more = ["--transform", code, "--exclude", listed]
+    call_main("plan", *world.words_of_plan(num_shards=2, id_field="id"), *more).ends(0)
+    for number in range(2):
+        world.main("shard", "--shard_id", number, "--output_dir", world.data_dir, "--transform", code).ends(0)
+    world.main("verify", world.data_dir).ends(0)
+    return world, more
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["transform/keep.py", "excluded.txt", "excluded.keys"])
+@pytest.mark.parametrize("command", ["plan", "stage", "blank"])
+def test_a_file_that_a_command_writes_beside_the_plan_replaces_none_of_another_program(
+    with_function: tuple[World, list[Any]], tmp_path: Path, listed: Path, command: str, name: str
+) -> None:
+    world, more = with_function
+    new = tmp_path / "new"
+    foreign = put(new / name)
+    before = contents(new)
+    again = World(tmp_path, raw_dir=world.raw_dir, data_dir=new).words_of_plan(num_shards=2, id_field="id")
+    words: dict[str, list[Any]] = {
+        "plan": ["plan", *again, *more],
+        "stage": ["stage", world.data_dir, "--to", new],
+        "blank": ["blank", world.data_dir, "--ids", listed, "--output", new, *more[:2]],
+    }
+    if (command, name) == ("stage", "transform/keep.py"):  # a copy has no function
+        call_main(*words[command]).ends(0)
+        assert foreign.read_text() == MINE
+        return
+    call_main(*words[command]).ends(78, foreign)
     assert contents(new) == before
 
 
@@ -223,6 +266,28 @@ def test_a_file_that_is_mostly_a_hole_is_refused_before_it_is_read(
     words = more[HOLES[name]]
     ended = world.main(HOLES[name], world.data_dir, *words).ends(65, world.data_dir / name)
     assert "are on disk: the rest is a hole" in ended.err
+
+
+def test_a_file_of_data_that_a_file_system_compressed_well_is_no_hole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZFS keeps 1 MiB of equal records in 4 KiB, and blocks of zeros as holes."""
+    path = tmp_path / "index.json"
+    with path.open("wb") as file:
+        file.write(bytes(4096))
+        file.truncate(1 << 20)
+        file.seek(1 << 20)
+        file.write(b"x" * (17 << 20))
+    real = os.fstat
+
+    def compressed(handle: int) -> os.stat_result:
+        values = [*real(handle).__reduce__()[1]]
+        return os.stat_result(values[0], {**values[1], "st_blocks": 8})
+
+    assert DataFolder(tmp_path).size_of(path.name) == 18 << 20
+    monkeypatch.setattr(os, "fstat", compressed)
+    with DataFolder(tmp_path).open(path.name) as opened:
+        assert opened.num_bytes == 18 << 20
 
 
 def test_a_document_whose_ids_take_more_bytes_than_ids_can_is_refused(world: World) -> None:

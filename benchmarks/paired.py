@@ -5,6 +5,7 @@
 Each checkout runs with its .venv/bin/python, or else with this Python. A row has the median and range of the
 ratios NEW / OLD, and the medians of CPU seconds and peak memory. In each turn both checkouts run the job one
 after the other, and they alternate in going first. For the loader only batches are measured, without imports.
+The shards of "status" are artificial: each checkout's own benchmarks/scale.py writes them.
 On a busy machine a ratio within 3 % of 1 is noise.
 """
 
@@ -46,6 +47,17 @@ began = time.process_time()
 for _ in itertools.islice(batches, num_batches): pass
 print(time.process_time() - began)
 """
+# Writes the shards of a plan. Its arguments are the folder of scale.py and that of the plan.
+_SHARDS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import scale
+folder = Path(sys.argv[2])
+opened = getattr(scale, "DataFolder", Path)(folder)
+scale.make_shards(folder, scale.need_plan(opened))
+"""
+_NUM_SHARDS = 10_000
 Cost = tuple[float, int]  # CPU seconds, peak memory in bytes
 
 
@@ -98,6 +110,16 @@ class Checkout:
             path.unlink()
         return self.run("-m", "preprocess", "--shard_id", "0", "--output_dir", folder)
 
+    def status(self) -> Cost:
+        """Show the state of a data set of many shards."""
+        folder = self.scratch / "many"
+        if not folder.exists():
+            flags: list[str | Path] = ["--input_dir", self.raw / "many", "--output_dir", folder]
+            flags += ["--model_id", self.tokenizer, "--num_shards", str(_NUM_SHARDS)]
+            self.run("-m", "preprocess", "plan", *flags)
+            self.run("-c", _SHARDS, self.root / "benchmarks", folder)
+        return self.run("-m", "shardprep", "status", folder)
+
     def load(self, corpora: list[str], name: str) -> Cost:
         """Take batches of a data set, or of a mixture of two."""
         record, num_batches, options = LOADS[name]
@@ -118,6 +140,7 @@ def jobs(corpora: list[str]) -> dict[str, Callable[[Checkout], Cost]]:
     for corpus in corpora:
         for record in RECORDS:
             found[f"shard, {corpus}, {record}"] = partial(Checkout.shard, corpus=corpus, record=record)
+    found["status, 10,000 shards"] = Checkout.status
     found["verify"] = lambda side: side.run("-m", "preprocess", "verify", side.data(last, "documents"))
     for name in LOADS:
         found[f"load {name}, {last}"] = partial(Checkout.load, corpora=[last], name=name)
@@ -140,6 +163,9 @@ def main() -> int:
         for corpus in text.corpora:
             (raw := scratch / "raw" / corpus.folder.name).mkdir(parents=True)
             (raw / "documents.jsonl").hardlink_to(corpus.folder / "documents.jsonl")
+        (scratch / "raw" / "many").mkdir()
+        lines = "".join(f"line {number}\n" for number in range(10 * _NUM_SHARDS))
+        (scratch / "raw" / "many" / "lines.txt").write_text(lines, encoding="ascii")
         given = {"raw": scratch / "raw", "tokenizer": text.tokenizer}
         roots = enumerate(args.checkouts)
         sides = [Checkout(root=root.resolve(), scratch=scratch / str(n), **given) for n, root in roots]

@@ -215,7 +215,7 @@ _CHEAP_MODELS = ([b"BPE"], [b"WordLevel"])  # of any words and tokens
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][0-9a-fA-F]|[57][0-9aA])")  # nobody writes one so
 _MOST_WORD_CHARS = 1000  # WordPiece takes quadratic time for long words
 _MOST_PIECE_BYTES = 256  # Unigram looks for pieces of each length at each byte
-# Decoding an id gives a token. One of 1,023 bytes or more is found: it covers all between two multiples of this.
+# Decoding an id gives a token. One of 1,023 bytes or more covers all between two multiples of this number.
 _TOKEN_BYTES = 512
 _BLOCK_BYTES = 256 << 10  # stays in the cache of a core
 

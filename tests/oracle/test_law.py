@@ -243,16 +243,14 @@ class Pair:
             expected = [(sample.source, sample.number) for sample in chain(*self.law.step(step))]
             assert sorted(self.told_by_where(path, step)) == sorted(expected), f"where of step {step}"
         delivered = self.ranks
-        self.ranks = self.load(state, self.sources_from(min(steps)), **self.layout)
         for step in steps:
+            self.ranks = self.load(state, self.sources_from(step), **self.layout)
             for loader in self.ranks.loaders:
                 loader.load_state_dict(loader.state_at(step))
             assert [sample["input_ids"] for sample in self.ranks.step()] == [
                 self.ids(sample) for sample in chain(*self.law.step(step))
             ], f"state_at({step})"
-            for loader in self.ranks.loaders:
-                loader.load_state_dict(state)
-        self.ranks.close()
+            self.ranks.close()
         self.ranks = delivered
 
     def told_by_where(self, path: Path, step: int) -> list[tuple[str, int]]:

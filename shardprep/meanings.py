@@ -20,7 +20,7 @@ class _Meaning(NamedTuple):
 
     ``typed``: these flags, separated by blanks. ``ours``: the flags that mean the same, the best one first.
     ``of``: hints for some commands, such as "plan shard", which come first. ``otherwise``: the hint for a
-    command that has none of our flags.
+    command that has none of our flags. Without one, a later meaning of the same flag counts.
     """
 
     typed: str
@@ -30,6 +30,31 @@ class _Meaning(NamedTuple):
 
 
 FLAGS = (
+    # Short flags of sbatch, which mean something else in other commands.
+    _Meaning(
+        typed="-w -q -x -C -N -J",
+        of={
+            "submit retry": "an option of sbatch: pass --sbatch_args '{flag} ...', quoted as one word",
+        },
+    ),
+    _Meaning(
+        typed="-n",
+        of={
+            "submit retry": "use --max_parallel N for tasks at once, or --dry_run to see the scripts alone",
+        },
+    ),
+    _Meaning(
+        typed="--exclusive --hold -H",
+        of={
+            "submit retry": "an option of sbatch: pass --sbatch_args '{flag}'",
+        },
+    ),
+    _Meaning(
+        typed="--clusters --cluster -M",
+        of={
+            "submit retry": "name the cluster in the environment: export SLURM_CLUSTERS=NAME",
+        },
+    ),
     _Meaning(
         typed=(
             "--tokenizer --tokenizer_name --tokenizer_path --tokenizer_id --tokenizer_dir "
@@ -374,7 +399,7 @@ FLAGS = (
         ),
         otherwise="submit --sbatch_args '...' passes options to sbatch",
         of={
-            "submit retry": ("an option of sbatch: pass --sbatch_args '{flag}=...', quoted as one word"),
+            "submit retry": "an option of sbatch: pass --sbatch_args '{flag}=...', quoted as one word",
         },
     ),
     _Meaning(
@@ -574,11 +599,13 @@ def meaning_of_flag(typed: str, command: str, known: Collection[str]) -> str:
             continue
         for commands, hint in meaning.of.items():
             if command in commands.split(" "):
-                return hint.format(flag=typed) if "{flag}" in hint else hint
+                # Python's argparse takes names with underscores, and Slurm takes hyphens.
+                return hint.replace("{flag}", typed.replace("_", "-"))
         for flag in meaning.ours.split():
             if flag in known:
                 return f"use {flag}"
-        return meaning.otherwise
+        if meaning.otherwise:
+            return meaning.otherwise
     return ""
 
 

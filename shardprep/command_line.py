@@ -23,7 +23,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -371,14 +371,6 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     elif close := _nearest(word, commands):
         meant = f"did you mean {close}? "
     return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"
-
-
-def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - argparse's word
-    """Declare an option as a field of a frozen dataclass. Without ``help`` it is not a flag.
-
-    Facts of a flag are ``group``, the title above it in the help, and ``shown``, its default in words.
-    """
-    return field(default=default, metadata={"help": help, **facts})
 
 
 def add_flags_of(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardprep.command_line import option
 from shardprep.errors import UsageError
 from shardprep.format import names
 from shardprep.format.jobs import JobArray
+from shardprep.option import option
 from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
 
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # mutually exclusive

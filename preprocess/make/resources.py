@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep.command_line import option
 from shardprep.errors import UsageError
 from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
+from shardprep.option import option
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # of a worker with Llama 3's vocabulary, before its first document

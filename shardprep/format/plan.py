@@ -30,11 +30,11 @@ import msgspec
 from msgspec import Meta
 
 from shardprep import errors, files
-from shardprep.command_line import option
 from shardprep.files import Digest, FileStamp
 from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import Count, DatasetSpec, Record, Text, TokenFormat, TokenizerSpec
+from shardprep.option import option
 
 # How the assistant's tokens are found from its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]

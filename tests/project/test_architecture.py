@@ -83,6 +83,15 @@ def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
     TopologicalSorter({name: names - {name} for name, names in imported.items()}).prepare()
 
 
+@pytest.mark.processes
+def test_reading_a_plan_loads_no_command_line() -> None:
+    """A plan's options are declared by ``option``, which needs neither argparse nor the console."""
+    code = "import sys, shardprep.format.plan; print(*sorted(sys.modules))"
+    loaded = set(run_child([sys.executable, "-c", code]).stdout.split())
+    assert "shardprep.format.plan" in loaded
+    assert not loaded & {"argparse", "ctypes", "shardprep.command_line", "shardprep.console"}
+
+
 # The rooms of slurm/. Each imports only those before it.
 SLURM = (
     *("commands", "request", "limits", "reasons", "queue", "causes", "state", "own", "fit"),

@@ -148,13 +148,32 @@ def format_of(name: str) -> Format:
     return format_of_kind(input_kind(name))
 
 
+class Reader(NamedTuple):
+    """The class that reads a format. Its module is imported when a file of the format is read."""
+
+    module: str
+    name: str
+    library: str = ""  # that it needs, from the extra [columns]
+
+
+# By the usual suffix, see ``INPUT_FORMATS``.
+_READERS = {
+    ".txt": Reader("preprocess.read.lines", "TextLines"),
+    ".jsonl": Reader("preprocess.read.json_lines", "JsonLines"),
+    ".json": Reader("preprocess.read.json_lines", "JsonFile"),
+    ".parquet": Reader("preprocess.read.parquet", "Parquet", library="pyarrow"),
+    ".arrow": Reader("preprocess.read.arrow_files", "Arrow", library="pyarrow"),
+}
+
+
 @functools.cache
 def format_of_kind(kind: InputKind) -> Format:
-    module, _, reader = kind.format.reader.partition(":")
+    suffix = kind.format.suffixes[0]
+    reader = _READERS[suffix]
     try:
-        reader_class = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
+        reader_class = getattr(importlib.import_module(reader.module), reader.name)
     except ImportError:
-        if not kind.format.library:
+        if not reader.library:
             raise
-        raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
+        raise UsageError(needs(suffix, reader.library)) from None
     return cast(Format, reader_class(kind.compression) if kind.format.can_be_compressed else reader_class())

@@ -171,19 +171,17 @@ class InputFormat(NamedTuple):
     """A format of input files, see docs/inputs.md. docs/architecture.md, "An input format", adds one."""
 
     suffixes: tuple[str, ...]  # lower case, the usual one first
-    reader: str  # module and class in preprocess/read, "json_lines:JsonLines"
     unit: Literal["byte", "row"] = "byte"  # of an offset: a byte of the (decompressed) file, or a row
     can_be_compressed: bool = False
     has_fields: bool = True  # whether records have named fields; False for plain text
-    library: str = ""  # needed by the reader, from the extra [columns]
 
 
 INPUT_FORMATS = (
-    InputFormat((".txt", ".text"), "lines:TextLines", can_be_compressed=True, has_fields=False),
-    InputFormat((".jsonl", ".ndjson", ".jsonlines"), "json_lines:JsonLines", can_be_compressed=True),
-    InputFormat((".json",), "json_lines:JsonFile", can_be_compressed=True),  # one object per line
-    InputFormat((".parquet", ".pq"), "parquet:Parquet", unit="row", library="pyarrow"),
-    InputFormat((".arrow", ".ipc", ".feather"), "arrow_files:Arrow", unit="row", library="pyarrow"),
+    InputFormat((".txt", ".text"), can_be_compressed=True, has_fields=False),
+    InputFormat((".jsonl", ".ndjson", ".jsonlines"), can_be_compressed=True),
+    InputFormat((".json",), can_be_compressed=True),  # one object per line
+    InputFormat((".parquet", ".pq"), unit="row"),
+    InputFormat((".arrow", ".ipc", ".feather"), unit="row"),
 )
 PLAIN_TEXT = INPUT_FORMATS[0]  # also for files of `--also` with an unknown suffix
 COMPRESSION_SUFFIXES = {  # suffix -> the usual suffix of the same compression

@@ -313,9 +313,17 @@ CHANGES = [
     (
         "shardprep/format/names.py",
         ")\nPLAIN_TEXT =",
-        """    InputFormat((".csv",), "quoted_csv:Csv", unit="row"),
+        """    InputFormat((".csv",), unit="row"),
 )
 PLAIN_TEXT =""",
+    ),
+    (
+        "preprocess/read/formats.py",
+        """_READERS = {
+""",
+        """_READERS = {
+    ".csv": Reader("preprocess.read.quoted_csv", "Csv"),
+""",
     ),
     (
         "shardprep/format/plan.py",

@@ -26,7 +26,7 @@ from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
-from shardprep.format.plan import PrepConfig
+from shardprep.format.plan_options import PrepConfig
 from shardprep.meanings import HUB_HINT
 
 _HUB_NAME = re.compile(r"(?:datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")

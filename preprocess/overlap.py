@@ -55,7 +55,8 @@ from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
 from shardprep.format.manifest import done_manifests
-from shardprep.format.plan import Cut, Plan, PlanOptions, check_tokenizer_files, need_plan, ranges_between
+from shardprep.format.plan import Cut, Plan, check_tokenizer_files, need_plan, ranges_between
+from shardprep.format.plan_options import PlanOptions
 
 _MARK = "overlap.json"  # shows that a folder is this command's
 _HITS, _NAMES, _PAGE = "overlap.jsonl", "names.txt", "overlap.html"

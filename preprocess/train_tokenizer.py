@@ -30,7 +30,7 @@ from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.foreign_tokenizer import LLAMA3_REGEX
 from shardprep.format.names import place_text
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would slow down every merge
 _PLACE_BYTES = 1 << 20  # of text taken at each place

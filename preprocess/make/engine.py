@@ -12,7 +12,7 @@ import numpy as np
 from preprocess.make.token_ids import TokenBatch
 from preprocess.read.documents import DocumentBatch
 from preprocess.read.formats import Texts
-from shardprep.format.plan import MaskRule
+from shardprep.format.plan_options import MaskRule
 
 Spans = Sequence[tuple[int, int]]  # characters [begin, end) of a text
 Encode = Callable[[Texts, bool], TokenBatch]  # the flag says whether to add BOS and other special tokens

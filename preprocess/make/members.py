@@ -21,7 +21,7 @@ from shardprep.format import names
 from shardprep.format.documents import are_for_validation
 from shardprep.format.index import IDX_DOCUMENT
 from shardprep.format.names import DatasetSpec
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 
 class DocumentMembers:

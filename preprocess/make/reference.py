@@ -18,7 +18,7 @@ from shardprep.errors import BadInput
 from shardprep.files import read_regular
 from shardprep.foreign_tokenizer import FREE_BYTES, ForeignTokenizer
 from shardprep.format.names import MAX_TOKENIZER_BYTES
-from shardprep.format.plan import MaskRule
+from shardprep.format.plan_options import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import UsageError
-from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
+from shardprep.format.plan_options import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
 from shardprep.option import option
 
 SMALLEST_BATCH_BYTES = 64 << 10

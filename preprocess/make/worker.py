@@ -41,12 +41,8 @@ from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.manifest import Manifest, RunFacts
-from shardprep.format.plan import (
-    EngineName,
-    Plan,
-    PlannedShard,
-    need_plan,
-)
+from shardprep.format.plan import Plan, PlannedShard, need_plan
+from shardprep.format.plan_options import EngineName
 
 if TYPE_CHECKING:  # a task of one shard does without them
     pass

@@ -32,7 +32,7 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import IDX_DTYPES, ChunkCrcs, idx_header
 from shardprep.format.manifest import Manifest, RunFacts, ValidationCounts
 from shardprep.format.names import DatasetSpec
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 
 class ShardWriter:

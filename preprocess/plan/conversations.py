@@ -23,7 +23,7 @@ from preprocess.read.rendering import ChatTemplate, Rendered, check_variables
 from preprocess.read.text_fields import UnusableText, value_at
 from shardprep import errors
 from shardprep.console import counted, printable
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 _COSTLY = "pass a template without endless loops and huge texts as --chat_template_file"
 _MOST_SHOWN_CHARS = 3000  # of a sampled conversation

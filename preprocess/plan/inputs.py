@@ -44,7 +44,8 @@ from preprocess.read.transform import Transform
 from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
-from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, PrepConfig, ranges_between
+from shardprep.format.plan import Cut, InputFile, ranges_between
+from shardprep.format.plan_options import SPLITS, PlanOptions, PrepConfig
 
 _UNKNOWN, _UNDERSCORE = "unknown suffix", "begins with _"
 _UNFINISHED = "unfinished folder"

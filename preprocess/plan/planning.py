@@ -49,7 +49,7 @@ from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.child_process import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
-from shardprep.format import names
+from shardprep.format import names, plan_options
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import (
@@ -62,7 +62,8 @@ from shardprep.format.documents import (
 )  # fmt: skip
 from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
-from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, PlanOptions, PrepConfig, ranges_between
+from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, ranges_between
+from shardprep.format.plan_options import PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
 # A task waits for another task's plan about as long as it would take to plan: 3 s, or more for many files.
@@ -144,7 +145,7 @@ def make_plan(
             if after[-1:] == [resolved.spec.eos_token_id]:  # the tokenizer itself ends each document with EOS
                 found_out |= {"append_eos": True, "own_eos": True}
         # Make the plan. Its id covers all that decides the bytes of the shards.
-        given = {item.name: getattr(config, item.name) for item in plans.PLAN_FIELDS}
+        given = {item.name: getattr(config, item.name) for item in plan_options.PLAN_FIELDS}
         plan = Plan(
             plan_id="",
             input_dir=input_dir,
@@ -249,12 +250,14 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
         say(f"no plan in {folder}: planning one shard per file of {config.input_dir}")
         plan = _plan_once(config)
-    base = {item.name: getattr(plan.options, item.name) for item in plans.PLAN_FIELDS}
+    base = {item.name: getattr(plan.options, item.name) for item in plan_options.PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # options of the planned record, such as seq_len, may not exist for the given one
     if {"text_field", "text_template"} & given.keys():  # each replaces the other
         base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
-    if differing := plans.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given)):
+    if differing := plan_options.option_differences(
+        plan.options, PrepConfig(**{**base, **given}), set(given)
+    ):
         found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
     model_id, fingerprint = given.get("model_id", plan.tokenizer.model_id), ""

@@ -26,7 +26,7 @@ from preprocess.read.tables import InputStream, fields_in, records_of_batch, ref
 from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
 from shardprep.files import with_retries
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 # Kinds of messages.
 _END = 0

@@ -21,7 +21,7 @@ from typing import Any
 from preprocess.read.rendering import GENERATION, ChatTemplate, Rendered, rendered_json
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
 from shardprep.errors import BadInput, Refused, UsageError
-from shardprep.format.plan import MaskRule
+from shardprep.format.plan_options import MaskRule
 from shardprep.hub import no_tokenizer
 from shardprep.limited_process import CallFailed, LimitedProcess
 

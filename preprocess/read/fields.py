@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from preprocess.read.messages import MessageFields
 from preprocess.read.text_fields import RecordFields, TextFields
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 
 def text_fields_of(options: PlanOptions) -> TextFields:

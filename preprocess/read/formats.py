@@ -21,7 +21,7 @@ from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Unusabl
 from shardprep.command_line import needs
 from shardprep.errors import UsageError
 from shardprep.format.names import InputKind, input_kind
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending

@@ -25,7 +25,7 @@ from preprocess.read.lines import BOM, LineFormat, LineTexts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 # Strings, and other text without brackets. A string that is not closed extends to the end of the line:
 # otherwise each later quote would begin a string of its own.

@@ -22,7 +22,8 @@ from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed, l
 from preprocess.read.formats import InputRecords, Inspected, Numbers, Start, Stretches, Texts
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
-from shardprep.format.plan import ByteRange, PlanOptions
+from shardprep.format.plan import ByteRange
+from shardprep.format.plan_options import PlanOptions
 
 LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # texts, columns by name
 _FIRST_SCAN_BYTES, _MAX_SCAN_BYTES = 16 << 10, 1 << 20  # read at once to find a line end

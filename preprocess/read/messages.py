@@ -19,7 +19,7 @@ from preprocess.read.text_fields import (
     parsed_if_json,
     unusable,
 )  # fmt: skip
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 # --chat_format -> how ``plan`` tells it.
 FORMS = {

@@ -26,7 +26,7 @@ from preprocess.read.tables import (
 )
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.errors import BadInput
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 _MOST_DECODED_BYTES = 16 << 20  # of rows that pyarrow decodes at once, unless one row has more
 _VALUE_BYTES = 16  # a decoded value takes at least so much, however few bits encode it

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from preprocess.read.answers import Answers, Message, Span, Unrendered, strings_in
 from preprocess.read.messages import parsed_conversation
 from preprocess.read.text_fields import UnusableText, from_json
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 # Today's date, for templates that ask for it: equal inputs give equal bytes on any day.
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from shardprep.errors import UsageError
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 FieldPath = tuple[str, ...]
 # A longer document is left out. The limit is the same on all machines, so that the bytes of a shard are, too.

@@ -33,7 +33,7 @@ from shardprep.files import NOT_THERE, FileStamp
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import TRANSFORM_DIR
-from shardprep.format.plan import PlanOptions
+from shardprep.format.plan_options import PlanOptions
 
 _MAX_REASONS = 100  # of LeaveOut in a shard, because its manifest lists them
 _MAX_REASON_CHARS = 80

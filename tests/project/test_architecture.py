@@ -326,7 +326,7 @@ PLAIN_TEXT =""",
 """,
     ),
     (
-        "shardprep/format/plan.py",
+        "shardprep/format/plan_options.py",
         "    limit: int = _text(",
         """
     lowercase: bool = option(False, "make the text lower-case", group=TEXT, )

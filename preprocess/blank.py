@@ -29,7 +29,8 @@ from shardprep.files import NOT_THERE, STALE_AFTER_S
 from shardprep.format import commands, documents
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import BlankedDocuments
-from shardprep.format.manifest import done_manifest, done_manifests, other_hash, read_manifest, shard_files
+from shardprep.format.done import done_manifest, done_manifests
+from shardprep.format.manifest import other_hash, read_manifest, shard_files
 from shardprep.format.names import (
     BLANKED_DIR,
     EXCLUDED_LIST_NAME,

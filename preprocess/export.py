@@ -26,8 +26,8 @@ from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.folders import OutputFolder
 from shardprep.format.data_folder import DataFolder
+from shardprep.format.done import done_manifests
 from shardprep.format.index import ShardSamples
-from shardprep.format.manifest import done_manifests
 from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 

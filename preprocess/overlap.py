@@ -54,7 +54,7 @@ from shardprep.folders import Folder, OutputFolder, refuse_foreign_file
 from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
 from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
-from shardprep.format.manifest import done_manifests
+from shardprep.format.done import done_manifests
 from shardprep.format.plan import Cut, Plan, check_tokenizer_files, need_plan, ranges_between
 from shardprep.format.plan_options import PlanOptions
 

@@ -32,12 +32,13 @@ from preprocess.make.resources import InputSettings, WorkerSettings, allowed_cpu
 from shardprep import errors, files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, short_bytes, source_lines, with_progress
-from shardprep.format import commands, manifest, names
+from shardprep.format import commands, done, manifest, names
 from shardprep.format.data_folder import LOGS_FOLDER, SUBFOLDERS, DataFolder
 from shardprep.format.documents import kept_ids, unmatched_names
+from shardprep.format.done import Check, Finding
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.jobs import read_attempts
-from shardprep.format.manifest import Check, Finding, Manifest, read_manifest
+from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 
 IdxRecords = npt.NDArray[np.void]
@@ -68,7 +69,7 @@ def verify(args: argparse.Namespace) -> int:
     plan = need_plan(folder)
     check: Check = "fast" if args.fast else "full"
     makes_every = num_deep >= plan.num_shards
-    standing = manifest.uncleared_findings(folder, plan.plan_id, "every" if makes_every else check)
+    standing = done.uncleared_findings(folder, plan.plan_id, "every" if makes_every else check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
     known = {} if num_deep else standing
@@ -101,7 +102,7 @@ def verify(args: argparse.Namespace) -> int:
     if plan.options.excluded:
         print_lines(*_exclude_lines(folder, plan, manifests))
     with contextlib.suppress(OSError):
-        folder.remove(manifest.FINDINGS_NAME)
+        folder.remove(done.FINDINGS_NAME)
     for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
         if record.ended is not None:
             with contextlib.suppress(OSError, errors.ShardprepError):
@@ -212,7 +213,7 @@ def _report_problems(folder: DataFolder, plan: Plan, problems: Problems, check: 
     wrong = {number: error for number, error in problems.items() if isinstance(error, manifest.SHARD_ERRORS)}
     not_read = problems.keys() - wrong.keys()
     try:
-        manifest.publish_findings(folder, plan.plan_id, wrong, check, not_read)
+        done.publish_findings(folder, plan.plan_id, wrong, check, not_read)
     except errors.ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
     unknown = "could not be checked, so nothing is known about them"
@@ -265,7 +266,7 @@ def _check_shards(
                     _check_ids(shard, tar, _check_idx(folder, plan, shard))
                 finally:  # a wrong hash is reported instead of what follows from it
                     manifest.check_hashes(folder, shard, tar.sha256())
-        manifest.refuse_found(folder, standing, [shard_id])
+        done.refuse_found(folder, standing, [shard_id])
         return shard
 
     def check(shard_id: int) -> Manifest | errors.ShardprepError:
@@ -383,7 +384,7 @@ def clean(args: argparse.Namespace) -> int:
             match, is_done = _OF_SHARD.match(path.name), False
             if plan is not None and match is not None and int(match[1]) < plan.num_shards:
                 with contextlib.suppress(errors.ShardprepError, OSError):
-                    is_done = manifest.done_manifest(folder, int(match[1]), plan.plan_id) is not None
+                    is_done = done.done_manifest(folder, int(match[1]), plan.plan_id) is not None
             is_log = path.suffix == ".log"
             if time.time() - newest < files.STALE_AFTER_S and not is_log and not is_done:
                 num_kept += 1

@@ -18,8 +18,9 @@ from pathlib import Path
 from shardprep.errors import BrokenShard, ReadWriteError, UsageError
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
+from shardprep.format.done import MadeShards, find_made_shards, is_verified
 from shardprep.format.jobs import AttemptRecord, JobArray, Submission, user_name
-from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
+from shardprep.format.manifest import Manifest
 from shardprep.format.plan import Plan
 from slurm.causes import (
     CANCELLED,

@@ -16,7 +16,8 @@ from typing import Any
 
 from shardprep.errors import ReadWriteError, UsageError
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
+from shardprep.format.done import find_made_shards
+from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import need_plan
 from shardprep.processes import start_python

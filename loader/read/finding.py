@@ -25,7 +25,7 @@ from loader.read.urls import URL, copy_url
 from shardprep.command_line import check_names_are_utf8
 from shardprep.errors import BrokenShard, NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import is_folder, size_of_file, with_retries
-from shardprep.format import commands, names
+from shardprep.format import commands, done, names
 from shardprep.format import manifest as manifests
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import merge_manifests, read_index
@@ -238,8 +238,8 @@ def _dataset(folder: DataFolder, shard_ids: list[int] | None = None) -> DatasetS
         index = merge_manifests(folder, (manifests.read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids = np.array(shard_ids)
         rows = np.arange(len(shard_ids))
-    manifests.refuse_other_plan(folder, index.spec.plan_id)
-    manifests.refuse_found(folder, manifests.read_findings(folder, index.spec.plan_id), ids.tolist())
+    done.refuse_other_plan(folder, index.spec.plan_id)
+    done.refuse_found(folder, done.read_findings(folder, index.spec.plan_id), ids.tolist())
     folder.close()  # a loader may have thousands of data sets
     is_planned = index.spec.validation_fraction > 0
     return DatasetShards(

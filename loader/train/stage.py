@@ -23,7 +23,7 @@ from shardprep.errors import (
     Refused,
     UsageError,
 )  # fmt: skip
-from shardprep.format import commands, names
+from shardprep.format import commands, done, names
 from shardprep.format import manifest as manifests
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import blanked_content, read_blanked, read_excluded, stamps_of_excluded
@@ -58,11 +58,11 @@ def stage(args: argparse.Namespace) -> int:
     index = read_index(folder)
     plan_id = index.spec.plan_id
     num_shards = index.spec.num_shards
-    manifests.refuse_other_plan(folder, plan_id)
-    manifests.refuse_found(folder, manifests.read_findings(folder, plan_id), range(num_shards))
+    done.refuse_other_plan(folder, plan_id)
+    done.refuse_found(folder, done.read_findings(folder, plan_id), range(num_shards))
     target.make_folder()
-    manifests.refuse_other_plan(target, plan_id)
-    missing = [n for n in range(num_shards) if manifests.done_manifest(target, n, plan_id, {}) is None]
+    done.refuse_other_plan(target, plan_id)
+    missing = [n for n in range(num_shards) if done.done_manifest(target, n, plan_id, {}) is None]
     num_bytes = int((index.column("tar_bytes") + index.column("idx_bytes"))[missing].sum())
     disk = os.statvfs(target)
     free_bytes = disk.f_bavail * disk.f_frsize
@@ -106,7 +106,7 @@ def stage(args: argparse.Namespace) -> int:
 
 def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | None) -> None:
     """Check that a folder is new, or has a copy of this data set, and mark it. Raises Refused."""
-    if manifests.refuse_other_plan(target, plan_id):  # a copy of this data set
+    if done.refuse_other_plan(target, plan_id):  # a copy of this data set
         return
     if target.status_of(names.PLAN_NAME) is not None:
         expected = "no such file, or that of the data set; move it away, or use another folder"

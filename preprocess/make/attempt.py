@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Collection, Iterable
 
 from shardprep.errors import CannotWrite
-from shardprep.format import manifest as manifests
-from shardprep.format import names
+from shardprep.format import done, names
 from shardprep.format.data_folder import SHARD_FOLDERS, DataFolder
-from shardprep.format.manifest import Manifest, done_manifest
+from shardprep.format.done import done_manifest
+from shardprep.format.manifest import Manifest
 
 
 def marks_of(shard_id: int) -> tuple[str, str]:
@@ -53,7 +53,7 @@ def finished_manifest(folder: DataFolder, plan_id: str, shard_id: int) -> Manife
 
 def missing_shards(folder: DataFolder, plan_id: str, shard_ids: Collection[int]) -> list[int]:
     """Return the shards that are not done. Remove temporary files of those that are, with one listing."""
-    findings = manifests.read_findings(folder, plan_id)
+    findings = done.read_findings(folder, plan_id)
     done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
     if done:
         remove_temporaries_of(done, folder)

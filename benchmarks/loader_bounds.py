@@ -22,7 +22,8 @@ from loader_data_sets import BATCH_TOKENS
 
 from loader.read.json_ids import DECODE_BYTES, parse_id_lists
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.index import read_idx, read_index
+from shardprep.format.idx import read_idx
+from shardprep.format.index import read_index
 from shardprep.format.names import tar_name
 
 _NUM_ROWS = 8

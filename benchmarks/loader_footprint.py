@@ -24,7 +24,8 @@ import numpy as np
 from benchmark_text import ROOT
 
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.index import DatasetIndex, idx_num_bytes, read_index
+from shardprep.format.idx import idx_num_bytes
+from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import tar_name
 
 NUM_SHARDS = 99_999

@@ -25,7 +25,7 @@ from loader_shares import NUM_SOURCES, SAMPLE_BYTES, source_variances
 
 from loader.order.order import Order, choose_windows, share
 from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
-from shardprep.format.index import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, IDX_DTYPES
+from shardprep.format.idx import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, IDX_DTYPES
 
 SPANS = (1, 16, 64, 256)  # batches over which shares are counted
 NUM_FOLLOWED = 4  # workers

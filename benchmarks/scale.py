@@ -23,7 +23,7 @@ from measured_run import machine_line, run_pinned
 
 from shardprep.files import FileStamp
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.index import idx_num_bytes
+from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import Manifest, RunFacts, ShardCounts
 from shardprep.format.names import INDEX_NAME, idx_name, manifest_name, tar_name
 from shardprep.format.plan import Plan, need_plan

@@ -29,15 +29,8 @@ from loader.order.order import Order, choose_windows, share
 from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.read.shards import DatasetShards, ShardSet
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.index import (
-    ChunkCrcs,
-    DatasetIndex,
-    IdxFile,
-    idx_header,
-    idx_num_bytes,
-    read_idx,
-    read_index,
-)
+from shardprep.format.idx import ChunkCrcs, IdxFile, idx_header, idx_num_bytes, read_idx
+from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import DatasetSpec, TokenizerSpec, idx_name
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048

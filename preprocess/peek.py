@@ -25,9 +25,10 @@ from shardprep.errors import NotFound, UsageError
 from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import kept_ids
-from shardprep.format.index import ShardSamples, read_idx, samples_containing
+from shardprep.format.idx import read_idx, samples_containing
 from shardprep.format.manifest import manifest_ids, read_manifest, side_file_lines
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.format.shard_samples import ShardSamples
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _DETAIL_CHARS = 300

@@ -36,10 +36,12 @@ from shardprep.format import commands, done, manifest, names
 from shardprep.format.data_folder import LOGS_FOLDER, SUBFOLDERS, DataFolder
 from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.done import Check, Finding
-from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
+from shardprep.format.idx import misplaced_samples, read_idx
+from shardprep.format.index import merge_manifests
 from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
+from shardprep.format.shard_samples import ids_of
 
 IdxRecords = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock

@@ -26,7 +26,7 @@ from loader.read.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, wait_to_retry, with_retries
 from shardprep.format import commands
-from shardprep.format.index import IdxFile
+from shardprep.format.idx import IdxFile
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE, ReadFile
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.index import IdxRecords, read_idx
+from shardprep.format.idx import IdxRecords, read_idx
 from shardprep.format.plan import read_input_names, read_plan
 
 SplitName = Literal["train", "validation"]

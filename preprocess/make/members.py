@@ -19,7 +19,7 @@ from preprocess.read.formats import Numbers
 from shardprep.errors import BadInput
 from shardprep.format import names
 from shardprep.format.documents import are_for_validation
-from shardprep.format.index import IDX_DOCUMENT
+from shardprep.format.idx import IDX_DOCUMENT
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan_options import PlanOptions
 

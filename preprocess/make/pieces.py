@@ -10,7 +10,7 @@ import numpy.typing as npt
 from preprocess.make.token_ids import TokenBatch
 from preprocess.read.documents import DocumentBatch
 from shardprep.format.documents import DIGEST
-from shardprep.format.index import IdxRecords
+from shardprep.format.idx import IdxRecords
 
 Digests = npt.NDArray[np.void]  # DIGEST[documents]
 NO_DIGESTS = np.empty(0, DIGEST)

@@ -15,7 +15,7 @@ from preprocess.make.token_ids import NO_LOSS, Ids, TokenBatch
 from preprocess.read.documents import DocumentBatch
 from shardprep.format import names
 from shardprep.format.documents import are_for_validation
-from shardprep.format.index import IDX_DTYPES
+from shardprep.format.idx import IDX_DTYPES
 from shardprep.format.names import DatasetSpec
 from shardprep.format.plan_options import PlanOptions
 

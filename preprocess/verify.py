@@ -95,8 +95,8 @@ def verify(args: argparse.Namespace) -> int:
             raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
     # Only who has read every byte may call it verified.
-    done = "checked manifests and sizes of" if args.fast else "verified"
-    print_lines(f"{done} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
+    compared = "checked manifests and sizes of" if args.fast else "verified"
+    print_lines(f"{compared} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
     if args.fast:
         print_lines(f"to also check every byte: {commands.on('verify', folder)}")
     counts = {name: source.to_dict() for name, source in index.sources.items()}

@@ -101,7 +101,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
     "preprocess/make/writer.py": [
         ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),
     ],
-    "shardprep/format/manifest.py": [
+    "shardprep/format/done.py": [
         ("_MAX_FINDINGS_BYTES = 64", "_MAX_FINDINGS_BYTES = (65)", LIMIT),
         ("_NUM_THREADS = 8", "_NUM_THREADS = (9)", SPEED),
         ("len(made.done) != spec.num_shards or made.wrong",

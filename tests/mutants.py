@@ -60,6 +60,7 @@ TARGETS = (
     "preprocess/make/rows.py",
     "preprocess/make/tar_headers.py",
     "preprocess/make/writer.py",
+    "shardprep/format/done.py",
     "shardprep/format/manifest.py",
     "preprocess/verify.py",
 )

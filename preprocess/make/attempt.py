@@ -54,7 +54,7 @@ def finished_manifest(folder: DataFolder, plan_id: str, shard_id: int) -> Manife
 def missing_shards(folder: DataFolder, plan_id: str, shard_ids: Collection[int]) -> list[int]:
     """Return the shards that are not done. Remove temporary files of those that are, with one listing."""
     findings = done.read_findings(folder, plan_id)
-    done = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
-    if done:
-        remove_temporaries_of(done, folder)
-    return sorted({*shard_ids} - {*done})
+    made = [number for number in shard_ids if done_manifest(folder, number, plan_id, findings)]
+    if made:
+        remove_temporaries_of(made, folder)
+    return sorted({*shard_ids} - {*made})

@@ -1,8 +1,14 @@
 """Say which shards of a data set are done, and what verify found wrong in them.
 
 A shard is done if its manifest belongs to the plan, its tar and idx are there with the sizes in it, and no
-``verify`` found it wrong. ``done_manifests`` checks this for shards that must be done, ``find_made_shards`` for all. A data set
+``verify`` found it wrong. ``done_manifests`` checks this for shards that must be done;
+``done_manifest`` returns None for a shard that has to be made.
+
+Findings of verify are kept in DATA/findings.json until the shard is made again, or an equally thorough verify
+finds it right. If a file cannot be read, a shard is neither done nor wrong: the error is raised. A data set
 is verified if index.json has the counts of all shards, all are done, and none was found wrong.
+
+This module does not import numpy, which takes 0.1 s to load.
 """
 
 from __future__ import annotations

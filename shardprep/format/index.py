@@ -1,13 +1,4 @@
-"""shard-N.idx, the positions of samples in a shard; index.json, a summary of all shards of a data set.
-
-An idx has a header of 64 bytes, a record of fixed size per sample, and a crc32 per 512 records. It is read,
-never mapped: if a file system fails, access to a mapped page ends in SIGBUS.
-
-ShardSamples reads the token ids of a shard's samples and their documents, in the order of the idx and a few
-megabytes at a time, so a shard of any size takes little memory.
-
-index.json merges all manifests, so that a reader opens one file instead of 10^5.
-"""
+"""index.json, which merges all manifests, so that a reader opens one file instead of 10^5."""
 
 from __future__ import annotations
 

@@ -1,16 +1,7 @@
-"""shard-N.json, the manifest: the content of one shard and how it was made; and which shards are done.
+"""shard-N.json, the manifest: the content of one shard and how it was made.
 
-A manifest is written last. A shard is done if
-
-1. its manifest is of this plan, and tar and idx have the sizes in it: ``check_shard`` checks this;
-2. no ``verify`` found it wrong. ``done_manifests`` checks both, for shards that must be done; so does
-   ``done_manifest``, which returns None if the shard has to be made.
-
-Findings of verify are kept in DATA/findings.json until the shard is made again, or an equally thorough verify
-finds it right. If a file cannot be read, a shard is neither done nor wrong: the error is raised. A data set
-is verified if index.json has the counts of all shards, all are done, and none was found wrong.
-
-This module does not import numpy, which takes 0.1 s to load.
+It is written last. ``done`` says which shards are done. This module does not import numpy, which takes 0.1 s
+to load.
 """
 
 from __future__ import annotations

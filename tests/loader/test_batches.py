@@ -236,18 +236,16 @@ def test_batches_without_targets_are_warned_of_once(
 
 
 def test_a_shifted_row_that_is_blank_but_for_its_last_token_keeps_an_attended_place(tmp_path: Path) -> None:
-    """Its last token is a label alone."""
-    world = World(tmp_path).raw({"a.txt": "the\nkettle\n" * 2}).make(record="packed", seq_len=3, num_shards=1)
-    (tmp_path / "ids").write_text("at:a.txt:0\n")  # the row of the first document, its EOS and the second one
+    """Its last token, the BOS of the next document, is cut off from the inputs."""
+    world = World(tmp_path).raw({"a.txt": "the\nkettle\n" * 2}).make(record="packed", seq_len=4, num_shards=1)
+    (tmp_path / "ids").write_text("at:a.txt:0\n")
     new = world.blanked(tmp_path / "ids", tmp_path / "new")
-    options: dict[str, Any] = {"shuffle": False, "targets": "shifted"}
-    with (
-        open_loader(world.data_dir, 2, **options) as whole,
-        open_loader(new.data_dir, 2, **options) as loader,
-    ):
-        plain, batch = next(iter(whole)), next(iter(loader))
-    assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
-    assert batch["labels"].tolist() == [[-100, -100], plain["labels"][1].tolist()]
+    with open_loader(new.data_dir, 1, shuffle=False) as whole:
+        assert next(iter(whole))["attention_mask"].tolist() == [[0, 0, 0, 1]]
+    with open_loader(new.data_dir, 1, shuffle=False, targets="shifted") as shifted:
+        batch = next(iter(shifted))
+    assert batch["attention_mask"].tolist() == [[1, 0, 0]]
+    assert batch["input_ids"].shape == batch["labels"].shape == (1, 3)
 
 
 def test_boundaries_of_padded_documents_exclude_the_padding(sets: DataSets) -> None:

@@ -335,6 +335,7 @@ _EXTRAS = {
     "'shardprep[loader]'": ("braceexpand", "torch", "webdataset"),
     "'shardprep[slurm]'": ("submitit",),
     "'shardprep[columns]'": ("isal", "pyarrow", "backports.zstd"),
+    "'shardprep[warc]'": ("fastwarc",),
 }
 
 

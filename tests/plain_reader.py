@@ -112,7 +112,7 @@ def _in_text(data: bytes, doc: str, encoding: str, *, is_held: bool) -> Iterator
     # For bytes, splitlines knows only LF, CR and CRLF as line ends.
     lines = [data] if doc == "file" else data.splitlines(keepends=True)
     begin = 0
-    if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8):
+    if encoding in ("utf-8", "utf-8-sig") and data.startswith(codecs.BOM_UTF8):
         begin, lines[0] = 3, lines[0][3:]
         if data == codecs.BOM_UTF8 and doc == "line":
             return  # the file is only a byte order mark

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from preprocess.plan.looks import Look, lines_about, look_at, refuse_unusable
 from preprocess.plan.other_files import advice_about, ascii_if_odd
 from preprocess.plan.table_versions import (
     TableOfOthers,
@@ -35,10 +36,12 @@ from preprocess.plan.table_versions import (
     refuse_several_builds,
     tables_around,
 )
-from preprocess.read import documents, formats, inputs
+from preprocess.read import documents, encodings, formats, inputs
 from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.documents import DocumentBatch
-from preprocess.read.formats import Start
+from preprocess.read.encodings import Sample
+from preprocess.read.fields import text_fields_of
+from preprocess.read.formats import Inspected, Start
 from preprocess.read.inputs import OpenInput
 from preprocess.read.transform import Transform
 from shardprep.console import counted, with_progress
@@ -299,10 +302,19 @@ class Weighed(NamedTuple):
     file: InputFile
     text_bytes: int  # estimated
     is_whole: bool  # whether it can only be read whole
+    look: Look  # what its samples show
 
 
-def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> list[Weighed]:
-    """Return size, mtime and sampled hash of each file, and what its format found in it."""
+def stamp_inputs(
+    input_dir: Path, paths: list[Path], options: PlanOptions, *, looks: bool = True, refuses: bool = True
+) -> list[Weighed]:
+    """Return size, mtime and sampled hash of each file, and what its format found in it.
+
+    ``looks``: also look at the samples. Then BadInput names all files of which nothing can be made; with
+    ``refuses`` also those that a reader would not refuse, but leave out record by record.
+    """
+    fields = text_fields_of(options)
+    kept_names: dict[frozenset[str], frozenset[str]] = {}
     for path in paths:  # import pyarrow before the threads start, which would fail if several imported it
         formats.format_of(path.name)
     root = str(input_dir / "_")[:-1]
@@ -313,9 +325,36 @@ def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> li
         if size <= inputs.MOST_POINTER_BYTES and (command := inputs.fetch_command(file.read(0, size))):
             expected = f"the file itself; run in its repository: {command}"
             raise BadInput(path=path, found="a pointer to a file that was not fetched", expected=expected)
-        name, sha256 = str(path).removeprefix(root), inputs.sample_sha256(file)
-        stamped = InputFile(path=name, num_bytes=size, mtime_ns=file.stamp.mtime_ns, sha256=sha256)
-        return Weighed(stamped, *formats.format_of(path.name).inspect(file, options))
+        name = str(path).removeprefix(root)
+        kind = input_kind(path.name)
+        here = fields.of_file(name)
+        samples = inputs.samples_of(file)
+        inspected = Inspected(text_bytes=size, is_whole=True)
+        look = Look()
+        try:
+            inspected = formats.format_of_kind(kind).inspect(file, here)
+        except BadInput as error:
+            if not looks:
+                raise
+            look = Look(problem=error)
+        if looks and look.problem is None and kind.format.is_text:
+            texts = encodings.samples_as_texts(samples)
+            if kind.compression:
+                texts = [Sample(inspected.head, is_last=False)]
+            look = look_at(path, name, kind, texts, here)
+            if not refuses and look.problem is not None:
+                look = look._replace(problem=None, note=f"{name}: {look.problem.found}")
+        # Equal names of fields are kept once, or those of 10^5 files would take 0.1 GB.
+        names = frozenset(inspected.names) or look.names
+        look = look._replace(names=kept_names.setdefault(names, names))
+        stamped = InputFile(
+            path=name,
+            num_bytes=size,
+            mtime_ns=file.stamp.mtime_ns,
+            sha256=inputs.sha256_of_samples(samples),
+            encoding=look.encoding,
+        )
+        return Weighed(stamped, inspected.text_bytes, inspected.is_whole, look)
 
     # Several files per task: a million futures would take 1 GB.
     num_files = max(1, min(_MAX_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
@@ -323,7 +362,10 @@ def stamp_inputs(input_dir: Path, paths: list[Path], options: PlanOptions) -> li
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         batches = pool.map(lambda task: [stamp(path) for path in task], tasks)
         stamped = itertools.chain.from_iterable(batches)
-        return [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
+        weighed = [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
+    looks_by_name = [(item.file.path, item.look) for item in weighed]
+    refuse_unusable([(name, look.problem) for name, look in looks_by_name if look.problem is not None])
+    return weighed
 
 
 def divide_inputs(
@@ -332,6 +374,8 @@ def divide_inputs(
     num_shards: int | None,
     shard_bytes: int | None,
     say: Callable[[str], None],
+    *,
+    looks: bool = True,
 ) -> tuple[list[InputFile], list[Cut]]:
     """Stamp the inputs, and divide them into even shards, by number or bytes, or into one shard per file.
 
@@ -342,15 +386,18 @@ def divide_inputs(
         if config.is_chat and not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, from which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
-    weighed = stamp_inputs(config.input_dir, paths, config)
+    refuses = config.max_bad_fraction < 1
+    weighed = stamp_inputs(config.input_dir, paths, config, looks=looks, refuses=refuses)
     inputs = [item.file for item in weighed]
     empty = [item.path for item in inputs if not item.num_bytes]
     are_empty = f"; {len(empty)} of them are empty, such as {empty[0]}" if empty else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{are_empty}")
     for line in left_out_lines(listing.left_out, config.input_dir):
         say(line)
-    if config.encoding != "utf-8" and all(input_kind(item.path).format.has_fields for item in inputs):
-        say(f"warning: --encoding {config.encoding} is for .txt, and no input is one; JSON is read as UTF-8")
+    for line in lines_about(
+        [(item.file.path, input_kind(item.file.path), item.look) for item in weighed], config
+    ):
+        say(line)
     num_files = Counter(split_of(item.path) for item in inputs)
     named = [name for name in SPLITS if num_files[name]]
     if len(named) > 1 and not config.split:
@@ -437,12 +484,14 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
         first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
         stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
 
+    fields = text_fields_of(options)
+
     def starts(task: list[tuple[int, int, int]]) -> list[Start | None]:
         starts_here: list[Start | None] = []
         for number, group in itertools.groupby(task, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
             starts_here += formats.format_of(file.path.name).starts(
-                file, [each[1:] for each in group], options
+                file, [each[1:] for each in group], fields.of_file(inputs[number].file.path)
             )
         return starts_here
 
@@ -477,6 +526,7 @@ def sample_documents(
     Smaller inputs are read whole, unless there are more than ``max_files``. A file that can only be read
     from its beginning (gzip) gives its head. No document is sampled twice, and a long one is not cut.
     """
+    fields = text_fields_of(options)
     ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
     places, number = [Cut(0, 0)], 0  # ascending, several may be equal
     is_whole = ends[-1] <= num_bytes and (len(inputs) <= max_files or not ends[-1])
@@ -486,7 +536,9 @@ def sample_documents(
         while ends[number + 1] <= target:
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
-        (start,) = formats.format_of(file.path.name).starts(file, [(byte, sys.maxsize)], options)
+        (start,) = formats.format_of(file.path.name).starts(
+            file, [(byte, sys.maxsize)], fields.of_file(inputs[number].path)
+        )
         if start is not None and start.byte < inputs[number].num_bytes:
             places.append(Cut(number, start.byte, start.text_byte))
         elif len(places) > 1 and places[-1].input_number == number:  # no place follows in this file

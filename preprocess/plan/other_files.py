@@ -32,7 +32,7 @@ _AS_TABLE = "convert it to Parquet with pandas, or type: duckdb -c {sql}"
 _NO_TEXT = "it has no text to train on; move it away"
 _WRITE_TEXTS = "write its texts as .jsonl or .parquet first"
 _KINDS = (
-    _Kind("a table", ".csv .tsv .psv", _AS_TABLE),
+    _Kind("a table", ".psv", _AS_TABLE),
     _Kind("a spreadsheet", ".xlsx .xls .xlsm .ods", "convert it to Parquet with pandas.read_excel"),
     _Kind(
         "an office document",
@@ -44,8 +44,8 @@ _KINDS = (
     _Kind("a PostScript document", ".ps .eps", "extract its text: ps2ascii {file} {new}.txt", (b"%!PS",)),
     _Kind(
         "a web archive",
-        ".warc .arc .wet .wat",
-        "extract its texts, with warcio and trafilatura, into .jsonl",
+        ".arc .wat",
+        "if it has texts or pages, give its name the suffix .warc.gz",
         (b"WARC/",),
     ),
     _Kind(
@@ -125,6 +125,8 @@ _MARKER = re.compile(
 )
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _TAR_MAGIC_AT = 257
+_MAGIC_BYTES = 512  # in which a binary file has control characters
+_TEXT_MAGICS = (b"%PDF-", b"WARC/1.", b"\xff\xfe", b"\xfe\xff")  # of kinds that may have none
 
 
 def advice_about(names: Sequence[str], input_dir: Path, beginning_of: Callable[[Path], bytes | None]) -> str:
@@ -200,6 +202,17 @@ def _kind_of(name: str, head: bytes) -> _Kind | None:
         if head.startswith(kind.magics):
             return kind
     return None
+
+
+def content_that_is_no_text(path: Path, head: bytes) -> tuple[str, str] | None:
+    """Return what a file with a suffix of texts is instead, and what to do with it. None for text."""
+    has_controls = _BINARY.search(head[:_MAGIC_BYTES]) is not None
+    kind = _kind_of("", head)
+    if kind is None or not (has_controls or head.startswith(_TEXT_MAGICS)):
+        return None
+    stem = quoted(path.with_suffix("").absolute())
+    facts = {"file": quoted(path), "new": stem, "sql": ""}
+    return kind.is_a, kind.todo.format(**facts)
 
 
 def _shown(pattern: str) -> str:

@@ -17,7 +17,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +38,7 @@ from preprocess.plan.conversations import (
     template_warnings,
 )
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
+from preprocess.plan.looks import problem_of_fields
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
 from preprocess.read import chat
 from preprocess.read.documents import DocumentBatch, advice_about, read_records
@@ -81,15 +81,17 @@ def make_plan(
     shard_bytes: int | None = None,
     stripe: str = "none",
     dry_run: bool = False,
+    looks: bool = True,
     say: Say = say,
 ) -> tuple[Plan, list[str], int]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
     Shards are even, by their number or by bytes of input; without either, each file is a shard. ``stripe`` is
     the Lustre layout of a folder without a plan, as ``plan --stripe`` takes it. A plan that is already in the
-    folder stays, and the new one is only compared with it. ``say`` gets lines to print during the work, such
-    as warnings. Returns the plan, lines about its cost, and its bytes on disk. Raises Refused if the folder
-    has another plan, NotFound, BadInput, UsageError, CannotWrite or LustreError.
+    folder stays, and the new one is only compared with it. ``looks``: refuse files of which nothing can be
+    made, and drop byte order marks; the first script's files are taken as they are. ``say`` gets lines to
+    print during the work, such as warnings. Returns the plan, lines about its cost, and its bytes on disk.
+    Raises Refused if the folder has another plan, NotFound, BadInput, UsageError, CannotWrite, LustreError.
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)
@@ -114,7 +116,7 @@ def make_plan(
         say(line)
     found_out: dict[str, Any] = {"also": ",".join(sorted(listing.used_patterns))}  # options as found
     found_out["follow_links"] = listing.follows_links
-    inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say)
+    inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say, looks=looks)
     # Resolve the tokenizer. Only the reference can mask conversations, and it encodes little text sooner than
     # engines can be compared.
     is_little = sum(item.num_bytes for item in inputs) < FEW_BYTES and config.engine != "gigatoken"
@@ -293,7 +295,7 @@ def _plan_once(config: PrepConfig) -> Plan:
             while plan is None and folder.status_of(_CLAIM_NAME) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
                 plan = plans.read_plan(folder)
-        return plan or plans.read_plan(folder) or make_plan(config)[0]
+        return plan or plans.read_plan(folder) or make_plan(config, looks=False)[0]
     finally:
         with contextlib.suppress(OSError, errors.ShardprepError):
             if is_ours:
@@ -500,7 +502,9 @@ def _check_sample(plan: Plan, counting: Counting) -> None:
     if counting.num_documents or not unusable or plan.max_bad_fraction == 1:
         return
     if {bad.reason for bad in unusable} <= {"no_field", "wrong_type"}:
-        _check_fields(plan)
+        problem = problem_of_fields(plan.input_dir, _sampled_records(plan), plan.options)
+        if problem is not None:
+            raise problem
     if {bad.reason for bad in unusable} == {"preference_pair"}:
         raise errors.BadInput(
             path=plan.input_dir,
@@ -552,35 +556,6 @@ def _sampled_records(plan: Plan) -> list[Any]:
         read_records([byte_range], RecordFields(plan.options), _SAMPLE_BYTES // _NUM_PLACES), None
     )
     return list(documents.columns.get("record", ())) if documents else []
-
-
-def _check_fields(plan: Plan) -> None:
-    """Raise BadInput with the fields of the records, which lack that of the text, if they have any."""
-    options = plan.options
-    num_chars: Counter[str] = Counter()  # characters in the strings of each field
-    flags: list[str] = []  # that would take the text, the best one first
-
-    def look_at(record: dict[str, Any], place: str = "") -> None:
-        for name, value in record.items():
-            num_chars[place + name] += len(value) if isinstance(value, str) else 0
-            if isinstance(value, dict):
-                look_at(value, f"{place}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-                field = "" if place + name == "messages" else f" --text_field {place}{name}"
-                flags.append(f"--record chat{field}")
-
-    for record in _sampled_records(plan):
-        look_at(record)
-    if not num_chars:
-        return
-    flags += [f"--text_field {name}" for name, number in num_chars.most_common(1) if number]
-    flags = list(dict.fromkeys(flags)) or ["--text_field NAME"]
-    fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_SHOWN])
-    kind = "a list of messages" if options.is_chat else "a string"
-    wanted = options.text_template or options.text_field
-    found = f"a sample of records with the fields {fields}"
-    expected, advice = f"{wanted!r} as {kind}", f"plan with {', or '.join(flags)}"
-    raise errors.BadInput(path=plan.input_dir, found=found, expected=expected, advice=advice, remedy=flags[0])
 
 
 @contextlib.contextmanager

@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 import pyarrow.ipc as ipc
 
 from preprocess.read import formats, inputs
-from preprocess.read.fields import text_fields_of
 from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.tables import InputStream, fields_in, records_of_batch, refused_by_name
 from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
 from shardprep.files import with_retries
-from shardprep.format.plan_options import PlanOptions
 
 # Kinds of messages.
 _END = 0
@@ -51,14 +49,14 @@ class _Message(NamedTuple):
 class Arrow:
     """``.arrow``: the stream format, and the file format."""
 
-    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+    def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:
         """Estimate the text. Raises BadInput for another kind of file, or if a column of it is missing."""
         first = next(_messages_of(file), None)
         if first is not None:
-            self._open(file, [first], text_fields_of(options), None)
+            self._open(file, [first], fields, None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
-    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:  # noqa: ARG002
+    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
         places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
         return formats.starts_among(places, file, stretches)
 

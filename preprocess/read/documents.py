@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.read.fields import text_fields_of
-from preprocess.read.formats import BATCH_BYTES, Numbers, Texts, format_of_kind
+from preprocess.read.formats import BATCH_BYTES, Numbers, Texts, format_of_kind, texts_of
 from preprocess.read.inputs import RESTORE, RangeReader
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform, transform_of
@@ -54,22 +54,24 @@ _WRONG_FIELD = ("no_field", "null_field", "wrong_type")
 
 def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
     """Return sentences about what to change so that documents are not left out, by their reasons."""
-    reasons: set[tuple[str, bool]] = set()  # with whether the input has fields, unlike plain text
+    reasons: set[tuple[str, bool]] = set()  # with whether --text_field is for the input
+    encodings: set[bool] = set()  # of undecodable text: whether --encoding is for the input
     for each in bad:
-        reasons.add((each.reason, input_kind(each.input).format.has_fields))
+        input_format = input_kind(each.input).format
+        reasons.add((each.reason, input_format.has_fields))
+        if each.reason == "undecodable":
+            encodings.add(input_format.is_text)
     advice: list[str] = []
     if any((reason, True) in reasons for reason in _WRONG_FIELD) and options.text_field:
         advice.append(
             f"If --text_field {options.text_field} is wrong, plan into a new folder with the right one."
         )
-    if ("undecodable", False) in reasons:
+    if True in encodings:
         advice.append(
             f"If --encoding {options.encoding} is wrong, plan into a new folder with the right one."
         )
-    if ("undecodable", True) in reasons:
-        advice.append(
-            "JSON and tables are read as UTF-8: convert such files with iconv -f ENCODING -t utf-8."
-        )
+    if False in encodings:
+        advice.append("Parquet and Arrow have texts in UTF-8: write such files again.")
     if advice:
         return [*advice, "If not, correct the input and plan again."]
     return ["Correct the input and plan again."]
@@ -241,8 +243,14 @@ def read_records(
     line = 0  # number in the shard
     for byte_range in ranges:
         reader = RangeReader(byte_range, digest)
-        for records in format_of_kind(byte_range.kind).read(reader, fields, batch_bytes):
-            texts, num_lines = records.texts, len(records.starts)
+        here = fields.of_file(byte_range.name)
+        for records in format_of_kind(byte_range.kind).read(reader, here, batch_bytes):
+            texts = records.texts
+            columns = records.columns
+            if records.records is not None:
+                values, columns = here.of_records(records.records)
+                texts = texts_of(values)
+            num_lines = len(records.starts)
             # Usually each line has a text, so no document is dropped or bad.
             if not isinstance(texts, Texts) and all(texts) and {bytes}.issuperset(map(type, texts)):
                 texts = Texts(cast(list[bytes], list(texts)))
@@ -252,7 +260,7 @@ def read_records(
                 texts=texts if isinstance(texts, Texts) else Texts([]),
                 lines=np.arange(line, line + num_lines),
                 offsets=records.starts,
-                columns={name: list(column) for name, column in records.columns.items()},
+                columns={name: list(column) for name, column in columns.items()},
                 first_line=line,
                 num_lines=num_lines,
                 num_bytes=records.num_bytes,

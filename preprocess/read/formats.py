@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, Unusabl
 from shardprep.command_line import needs
 from shardprep.errors import UsageError
 from shardprep.format.names import InputKind, input_kind
-from shardprep.format.plan_options import PlanOptions
 
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending
@@ -35,6 +34,8 @@ class Inspected(NamedTuple):
 
     text_bytes: int  # estimated, to make even shards
     is_whole: bool  # whether it can only be read as a whole
+    head: bytes = b""  # the beginning of its text, if it is compressed
+    names: Sequence[str] = ()  # of its columns, if it has some
 
 
 class Start(NamedTuple):
@@ -99,15 +100,17 @@ class InputRecords:
     sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of a line, 1 for a row
     num_bytes: int  # bytes of the file that were read for these records
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # values beside the texts, by name
+    # Instead of texts and columns: objects with named fields, or why there is none.
+    records: Sequence[dict[str, Any] | UnusableText] | None = None
 
 
 class Format(Protocol):
     """A format of input files. It keeps no state, so that all methods may run in several threads."""
 
-    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+    def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:
         """Estimate a file's text with few reads. Raises BadInput if it is not of this format."""
 
-    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
         """Return for each (byte, end) the first place at or after ``byte`` where a part may begin.
 
         If there is none, return the file's size; if it is not before ``end``, None. Raises BadInput.
@@ -153,14 +156,17 @@ class Reader(NamedTuple):
 
     module: str
     name: str
-    library: str = ""  # that it needs, from the extra [columns]
+    library: str = ""  # that it needs, from an extra
 
 
 # By the usual suffix, see ``INPUT_FORMATS``.
 _READERS = {
     ".txt": Reader("preprocess.read.lines", "TextLines"),
     ".jsonl": Reader("preprocess.read.json_lines", "JsonLines"),
-    ".json": Reader("preprocess.read.json_lines", "JsonFile"),
+    ".json": Reader("preprocess.read.json_lines", "JsonLines"),
+    ".csv": Reader("preprocess.read.csv_tables", "Csv", library="pyarrow"),
+    ".tsv": Reader("preprocess.read.csv_tables", "Tsv", library="pyarrow"),
+    ".warc": Reader("preprocess.read.web_archives", "WebArchive", library="fastwarc"),
     ".parquet": Reader("preprocess.read.parquet", "Parquet", library="pyarrow"),
     ".arrow": Reader("preprocess.read.arrow_files", "Arrow", library="pyarrow"),
 }

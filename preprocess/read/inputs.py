@@ -178,10 +178,20 @@ class RangeReader:
             self.read(self._hashed_end, min(self._hashed_end + _HASHED_BYTES, self.byte_range.end))
 
 
-def sample_sha256(file: OpenInput) -> str:
-    """Return the sha256 of the first, middle and last 64 KiB, or of a small file. Raises ReadWriteError."""
+def samples_of(file: OpenInput) -> list[bytes]:
+    """Return the first, middle and last 64 KiB of a file, or all of a small one. Raises ReadWriteError."""
     size = file.stamp.num_bytes
     if size <= 3 * _SAMPLE_BYTES:
-        return hashlib.sha256(file.read(0, size)).hexdigest()
+        return [file.read(0, size)]
     starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
-    return hashlib.sha256(b"".join(file.read(start, start + _SAMPLE_BYTES) for start in starts)).hexdigest()
+    return [file.read(start, start + _SAMPLE_BYTES) for start in starts]
+
+
+def sha256_of_samples(samples: list[bytes]) -> str:
+    """Return the hash of a file's samples that a plan has."""
+    return hashlib.sha256(b"".join(samples)).hexdigest()
+
+
+def sample_sha256(file: OpenInput) -> str:
+    """Return the sha256 of the first, middle and last 64 KiB, or of a small file. Raises ReadWriteError."""
+    return sha256_of_samples(samples_of(file))

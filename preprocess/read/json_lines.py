@@ -19,23 +19,21 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read import formats, text_fields
-from preprocess.read.formats import Inspected, Numbers, Texts
-from preprocess.read.inputs import OpenInput
+from preprocess.read.encodings import UTF_8, UTF_8_WITH_MARK
+from preprocess.read.formats import Numbers, Texts
 from preprocess.read.lines import BOM, LineFormat, LineTexts
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText
-from shardprep.console import quoted
-from shardprep.errors import BadInput
-from shardprep.format.plan_options import PlanOptions
 
 # Strings, and other text without brackets. A string that is not closed extends to the end of the line:
 # otherwise each later quote would begin a string of its own.
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)
-_HEAD_BYTES = 4 << 10
 _BLANK = b" \t\r\n"
 
 
 class JsonLines(LineFormat):
-    """``.jsonl``: a document is the text of one object. A block of lines is read by the first way that works:
+    """``.jsonl``, ``.json``: a document is the text of one object a line.
+
+    A block of lines is read by the first way that works:
 
     1. ``_scanned_texts`` finds one field in all lines, without making Python objects of their other fields.
     2. orjson parses all lines. This also works for templates, and for fields beside the text.
@@ -44,12 +42,20 @@ class JsonLines(LineFormat):
     All give the same texts. In case of doubt, the faster ways give up on a block, which only costs time.
     """
 
-    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+    def texts_of_lines(
+        self, fields: TextFields, lines: bytes, starts: Numbers, at: int, codec: str
+    ) -> LineTexts:
         """Return the text of each line, "" for a blank one."""
+        if codec not in (UTF_8, UTF_8_WITH_MARK):
+            return self._of_another_encoding(fields, lines, starts, at, codec)
         if at == 0 and lines.startswith(BOM):
-            lines, starts = lines[len(BOM) :], np.maximum(starts - len(BOM), 0)
-        if (scanned := _scanned_texts(lines, starts, fields)) is not None:
-            return scanned, {}
+            lines = lines[len(BOM) :]
+            starts = np.maximum(starts - len(BOM), 0)
+        for single in fields.in_turn():
+            if not (single.is_later and _may_name(lines, fields, single)):
+                scanned = _scanned_texts(lines, starts, single)
+                if scanned is not None:
+                    return scanned, {}
         each = lines.split(b"\n")[: len(starts)]
         if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields, b"\\u" in lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -66,21 +72,29 @@ class JsonLines(LineFormat):
             columns["record"] = records
         return formats.texts_of([text for _, text in pairs]), columns
 
-
-class JsonFile(JsonLines):
-    """``.json``: JSON lines, too. Such a file often has one list instead, which is refused."""
-
-    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
-        if self.compression is None:
-            self.check_beginning(file, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES)))
-        return super().inspect(file, options)
-
-    def check_beginning(self, file: OpenInput, text: bytes) -> None:
-        if text.removeprefix(BOM).lstrip(_BLANK).startswith(b"["):
-            target = quoted(str(file.path).rpartition(".json")[0])
-            remedy = f"jq -c '.[]' {quoted(file.path)} > {target}.jsonl"
-            expected = "an object in each line; convert it, after decompression if needed, and move it away"
-            raise BadInput(path=file.path, found="one list of JSON", expected=expected, remedy=remedy)
+    def _of_another_encoding(
+        self, fields: TextFields, lines: bytes, starts: Numbers, at: int, codec: str
+    ) -> LineTexts:
+        """Return the same for lines that are not UTF-8. A line that cannot be decoded is left out."""
+        unusable: dict[int, UnusableText] = {}
+        try:
+            decoded = lines.decode(codec).encode()
+        except UnicodeDecodeError:
+            each = lines.split(b"\n")
+            for number, line in enumerate(each):
+                try:
+                    each[number] = line.decode(codec).encode()
+                except UnicodeDecodeError as error:
+                    place = at + int(starts[number]) + error.start
+                    unusable[number] = UnusableText(
+                        "undecodable", f"byte {place} is not {codec}: {error.reason}"
+                    )
+                    each[number] = b""
+            decoded = b"\n".join(each)
+        texts, columns = self.texts_of_lines(fields, decoded, self.line_starts(decoded), -1, UTF_8)
+        if unusable:
+            texts = [unusable.get(number, text) for number, text in enumerate(texts)]
+        return texts, columns
 
 
 @functools.cache
@@ -163,6 +177,14 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
     return Texts(joined=joined, num_texts=len(values), characters=None if has_unicode_escapes else characters)
 
 
+def _may_name(block: bytes, fields: TextFields, single: TextFields) -> bool:
+    """Return whether a line may have a field that comes before ``single`` in the order of --text_field."""
+    if b"\\u" in block:
+        return True
+    earlier = fields.text_paths[: fields.text_paths.index(single.text_paths[0])]
+    return any(b'"%b"' % path[-1].encode() in block for path in earlier)
+
+
 def _unescaped(strings: list[bytes]) -> bytes:
     """Decode JSON strings. Returns the texts in quotes, joined. Raises TypeError if one is not a string."""
     return f'"{formats.BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
@@ -207,7 +229,7 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields, has_unico
     Then each key occurs at least once per line, so as many keys as lines means exactly once. The first four
     bytes of a key occur at least as often as the key: if they occur once per line, so does the key.
     """
-    if fields.is_chat or isinstance(fields, text_fields.RecordFields):
+    if fields.is_chat or fields.is_first_of or isinstance(fields, text_fields.RecordFields):
         return False  # each line is checked by itself: what follows takes 20 times as long
     name = fields.plain_name
     # Without unicode escapes a key has one spelling. To count it takes a fifth of a search for all spellings.
@@ -260,6 +282,7 @@ def record_of_line(line: bytes, fields: TextFields) -> tuple[Any, str | Unusable
         return None, why_not_json(line)
     if is_too_deep(line):
         return None, _TOO_DEEP
+    fields = fields.chosen(record)
     if isinstance(fields, text_fields.RecordFields):
         is_exact = _LONG_NUMBER.search(line) is None
     else:

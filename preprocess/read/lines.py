@@ -19,8 +19,10 @@ import numpy as np
 
 from preprocess.read import formats
 from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed, load_zstd
+from preprocess.read.encodings import UTF_8, UTF_8_WITH_MARK, encoding_of
 from preprocess.read.formats import InputRecords, Inspected, Numbers, Start, Stretches, Texts
 from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.separated import Piece, Separator, documents_between, first_start, separator_of
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
 from shardprep.format.plan import ByteRange
 from shardprep.format.plan_options import PlanOptions
@@ -47,33 +49,38 @@ class LineFormat:
         """Return whether a part may begin at any line, not only at the beginning of the file."""
         return True
 
-    def check_beginning(self, file: OpenInput, text: bytes) -> None:
-        """Raise BadInput if the beginning of a file's text shows that it cannot be read."""
-
-    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+    def texts_of_lines(
+        self, fields: TextFields, lines: bytes, starts: Numbers, at: int, codec: str
+    ) -> LineTexts:
         """Return texts and columns. ``starts``: of the lines in ``lines``, which begins at byte ``at``."""
         raise NotImplementedError
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         pieces = self.text_of_part(reader, fields.options, batch_bytes)
-        return self.records_of(reader.byte_range, pieces, fields, batch_bytes)
+        codec = encoding_of(reader.byte_range, fields.options)
+        return self.records_of(reader.byte_range, pieces, fields, codec, batch_bytes)
 
-    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+    def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:
         """Estimate the text. Raises BadInput for another format, or if reading takes too much memory."""
-        can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
+        options = fields.options
+        can_be_split = self.can_be_split(options)
+        size = file.stamp.num_bytes
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
-        span, read, zstd_long = (0, size), file.read_all, options.zstd_long
-        head, num_read = next(decompressed(file, self.compression, read, span, _HEAD_TEXT_BYTES, zstd_long))
-        self.check_beginning(file, head)
+        span = (0, size)
+        pieces = decompressed(
+            file, self.compression, file.read_all, span, _HEAD_TEXT_BYTES, options.zstd_long
+        )
+        head, num_read = next(pieces)
         has_frames = any(True for _ in self.compression.frames(file))
         text_bytes = len(head) * size // max(1, num_read)
-        return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
+        return Inspected(text_bytes, is_whole=not (can_be_split and has_frames), head=head)
 
-    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
+        options = fields.options
         if self.compression is None and self.can_be_split(options):
             file.file.expect_scattered_reads()  # the system's read-ahead would read three times as much
-            line_starts = (self.first_line_start(file, byte, end) for byte, end in stretches)
+            line_starts = (self.first_start(file, byte, end, options) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in line_starts]
         frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
         return formats.starts_among(frames, file, stretches)
@@ -89,11 +96,9 @@ class LineFormat:
                 end = min(start + piece_bytes, byte_range.end)
                 yield reader.read(start, end), end - start
             return
-        has_line, span, rest = (
-            byte_range.start == 0,
-            (byte_range.start, byte_range.end),
-            (byte_range.end, file.stamp.num_bytes),
-        )
+        has_line = byte_range.start == 0
+        span = (byte_range.start, byte_range.end)
+        rest = (byte_range.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
             has_line = has_line or self.first_end(piece[0]) > 0
             yield piece
@@ -111,6 +116,7 @@ class LineFormat:
         byte_range: ByteRange,
         pieces: TextBlocks,
         fields: TextFields,
+        codec: str,
         batch_bytes: int,
         skipped: int = 0,
     ) -> Iterator[InputRecords]:
@@ -133,7 +139,7 @@ class LineFormat:
                 else:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
-                    found = self.texts_of_lines(fields, lines, begins - first, block_start + first)
+                    found = self.texts_of_lines(fields, lines, begins - first, block_start + first, codec)
                 (texts, columns), at = found, begins + block_start
                 yield InputRecords(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
@@ -207,7 +213,7 @@ class LineFormat:
         starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
         return starts[:-1] if starts[-1] == len(block) else starts
 
-    def first_line_start(self, file: OpenInput, offset: int, end: int) -> int | None:
+    def first_start(self, file: OpenInput, offset: int, end: int, options: PlanOptions) -> int | None:  # noqa: ARG002
         """Return the first byte at or after ``offset`` where a line begins, or the file's size if none does.
 
         If it is not before ``end``, the result may be None. Reads 16 KiB first, then doubles, up to 1 MiB.
@@ -235,35 +241,47 @@ _IS_WIDE_SPACE[0x1C:0x20] = True
 
 
 class TextLines(LineFormat):
-    """``.txt``: a document is a line, or a whole file."""
+    """``.txt``: a document is a line, a whole file, or what stands between separators."""
 
     ends_with_cr = True
 
     def can_be_split(self, options: PlanOptions) -> bool:
+        if options.is_separated:
+            # Frames of compressed files begin in the middle of documents.
+            return self.compression is None and separator_of(options, UTF_8).can_end_shards
         return options.doc == "line"
+
+    def first_start(self, file: OpenInput, byte: int, end: int, options: PlanOptions) -> int | None:
+        if options.is_separated:
+            return first_start(file, byte, end, separator_of(options, options.encoding))
+        return super().first_start(file, byte, end, options)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         options = fields.options
-        pieces, num_bom_bytes = self.text_of_part(reader, options, batch_bytes), 0
-        if options.encoding == "utf-8-sig" and reader.byte_range.start == 0:
+        codec = encoding_of(reader.byte_range, options)
+        pieces = self.text_of_part(reader, options, batch_bytes)
+        num_bom_bytes = 0
+        if codec == UTF_8_WITH_MARK and reader.byte_range.start == 0:
             first, num_read = next(pieces, (b"", 0))
             num_bom_bytes = len(BOM) if first.startswith(BOM) else 0
             pieces = itertools.chain([(first[num_bom_bytes:], num_read)], pieces)
-        if options.doc == "line":
-            yield from self.records_of(reader.byte_range, pieces, fields, batch_bytes, num_bom_bytes)
-            return
-        buffer, size, num_bytes = bytearray(), 0, 0
-        for data, num_read in pieces:
-            size, num_bytes = size + len(data), num_bytes + num_read
-            buffer += data if size <= MOST_DOCUMENT_BYTES else b""
-        is_whole = size <= MOST_DOCUMENT_BYTES
-        text = _decoded(bytes(buffer), num_bom_bytes, options.encoding) if is_whole else too_long("its text")
-        starts, sizes = np.array([num_bom_bytes]), np.array([size])
-        yield InputRecords(texts=[text], starts=starts, sizes=sizes, num_bytes=num_bytes)
+        if options.is_separated:
+            start = reader.byte_range.start + num_bom_bytes
+            yield from _separated(pieces, start, separator_of(options, codec), codec, batch_bytes)
+        elif options.doc == "line":
+            yield from self.records_of(reader.byte_range, pieces, fields, codec, batch_bytes, num_bom_bytes)
+        else:
+            yield _whole(pieces, num_bom_bytes, codec)
 
-    def texts_of_lines(self, fields: TextFields, lines: bytes, starts: Numbers, at: int) -> LineTexts:
+    def texts_of_lines(
+        self,
+        fields: TextFields,  # noqa: ARG002
+        lines: bytes,
+        starts: Numbers,
+        at: int,
+        codec: str,
+    ) -> LineTexts:
         """Strip the lines. If a line is not UTF-8, or has another encoding, decode them one by one."""
-        codec = fields.options.encoding
         if codec.startswith("utf-8"):
             with contextlib.suppress(UnicodeDecodeError):
                 characters = lines.decode()
@@ -271,6 +289,54 @@ class TextLines(LineFormat):
                 return Texts(texts, characters=characters) if all(texts) else texts, {}
         bounds = itertools.pairwise([*starts.tolist(), len(lines)])
         return [_decoded(lines[begin:end], at + begin, codec) for begin, end in bounds], {}
+
+
+def _whole(pieces: TextBlocks, num_bom_bytes: int, codec: str) -> InputRecords:
+    """Return a file's text as one document."""
+    buffer = bytearray()
+    size = num_bytes = 0
+    for data, num_read in pieces:
+        size += len(data)
+        num_bytes += num_read
+        buffer += data if size <= MOST_DOCUMENT_BYTES else b""
+    is_whole = size <= MOST_DOCUMENT_BYTES
+    text = _decoded(bytes(buffer), num_bom_bytes, codec) if is_whole else too_long("its text")
+    starts = np.array([num_bom_bytes])
+    return InputRecords(texts=[text], starts=starts, sizes=np.array([size]), num_bytes=num_bytes)
+
+
+def _separated(
+    pieces: TextBlocks, start: int, separator: Separator, codec: str, batch_bytes: int
+) -> Iterator[InputRecords]:
+    """Yield the documents between separators, given the text from byte ``start`` of the file's text on."""
+    some: list[Piece] = []
+    num_bytes = num_text_bytes = 0
+    for documents, num_read in documents_between(pieces, start, separator):
+        num_bytes += num_read
+        for piece in documents:
+            some.append(piece)
+            num_text_bytes += piece.num_bytes + formats.SHORT_LINE_BYTES
+            if num_text_bytes >= batch_bytes:
+                yield _records_of_pieces(some, num_bytes, codec)
+                some = []
+                num_bytes = num_text_bytes = 0
+    if some or num_bytes:
+        yield _records_of_pieces(some, num_bytes, codec)
+
+
+def _records_of_pieces(pieces: Sequence[Piece], num_bytes: int, codec: str) -> InputRecords:
+    texts: list[bytes | UnusableText] = []
+    for piece in pieces:
+        if piece.text is None:
+            texts.append(too_long("the document"))
+        else:
+            texts.append(_decoded(piece.text, piece.start, codec))
+    return InputRecords(
+        texts=texts,
+        starts=np.array([piece.start for piece in pieces], np.int64),
+        sizes=np.array([piece.num_bytes for piece in pieces], np.int64),
+        num_bytes=num_bytes,
+    )
 
 
 def _stripped(block: bytes, text: str) -> list[bytes]:

@@ -19,6 +19,7 @@ from preprocess.read.text_fields import (
     parsed_if_json,
     unusable,
 )  # fmt: skip
+from shardprep.errors import UsageError
 from shardprep.format.plan_options import PlanOptions
 
 # --chat_format -> how ``plan`` tells it.
@@ -54,9 +55,12 @@ class MessageFields(TextFields):
 
     is_chat = True
 
-    def __init__(self, options: PlanOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: PlanOptions, path: str = "") -> None:
+        super().__init__(options, path)
         self.plain_name = None
+        if self.is_first_of:
+            expected = "one field with the list of messages, or one for each pattern of files"
+            raise UsageError(found=f"--text_field {options.text_field}", expected=expected)
         (first,) = self.text_paths
         lists = [first]
         if first == ("messages",):
@@ -71,8 +75,8 @@ class MessageFields(TextFields):
         for name in _OTHER_FIELDS:
             self._places[name] = [(*first[:-1], name)]
         for name, field_name in beside.items():
-            path = tuple(field_name.split("."))
-            self._places[name] = [(*first[:-1], *path), path]
+            beside_it = tuple(field_name.split("."))
+            self._places[name] = [(*first[:-1], *beside_it), beside_it]
         self.text_paths = list(dict.fromkeys(path for paths in self._places.values() for path in paths))
         self._drops_nulls = False
 

@@ -13,7 +13,6 @@ import pyarrow.parquet as parquet
 import pyarrow.types as types
 
 from preprocess.read import formats
-from preprocess.read.fields import text_fields_of
 from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.tables import (
@@ -26,7 +25,6 @@ from preprocess.read.tables import (
 )
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.errors import BadInput
-from shardprep.format.plan_options import PlanOptions
 
 _MOST_DECODED_BYTES = 16 << 20  # of rows that pyarrow decodes at once, unless one row has more
 _VALUE_BYTES = 16  # a decoded value takes at least so much, however few bits encode it
@@ -39,19 +37,20 @@ _SIGNATURE_BYTES = 28  # nonce and tag after the footer, in a file whose columns
 class Parquet:
     """``.parquet``. Only the columns in use are read, some pages at a time."""
 
-    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+    def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:
         """Estimate the text. Raises BadInput if the footer is damaged, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream, fields = self._open(file, text_fields_of(options))
+        table, stream, here = self._open(file, fields)
         with refused_by_name(file, "Parquet", stream):
             groups = range(table.metadata.num_row_groups)
-            return Inspected(text_bytes=_text_bytes(table.metadata, groups, fields), is_whole=False)
+            text_bytes = _text_bytes(table.metadata, groups, here)
+            return Inspected(text_bytes, is_whole=False, names=table.schema_arrow.names)
 
-    def starts(self, file: OpenInput, stretches: Stretches, options: PlanOptions) -> list[Start | None]:
+    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
         places: list[Start] = []
         if file.stamp.num_bytes:
-            table, stream, _ = self._open(file, text_fields_of(options))
+            table, stream, _ = self._open(file, fields)
             with refused_by_name(file, "Parquet", stream):
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
         return formats.starts_among(places, file, stretches)

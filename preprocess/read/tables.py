@@ -8,7 +8,7 @@ import io
 import itertools
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as arrow
@@ -20,7 +20,7 @@ from preprocess.read.formats import InputRecords, Numbers, Stretches
 from preprocess.read.inputs import OpenInput
 from preprocess.read.table_values import BINARY_OF, TEXT_OF, ReadValue, json_values, same_value, stored_type
 from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
-from shardprep.errors import BadInput, ReadWriteError
+from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 
 # With libc's memory pool a task takes 24 MB less than with pyarrow's own, and the same CPU time.
 arrow.set_memory_pool(arrow.system_memory_pool())
@@ -48,7 +48,7 @@ class InputStream(io.RawIOBase):
         self._spans = spans
         self._ends = [*itertools.accumulate(end - start for start, end in spans)]
         self._position = 0
-        self.error: ReadWriteError | None = None  # of a failed read: pyarrow raises its own error instead
+        self.error: ShardprepError | None = None  # of a failed read: pyarrow raises its own error instead
 
     def readable(self) -> bool:
         return True
@@ -84,8 +84,14 @@ class InputStream(io.RawIOBase):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+class StreamOfInput(Protocol):
+    """A file for pyarrow, which remembers the error that pyarrow replaces by its own."""
+
+    error: ShardprepError | None
+
+
 @contextlib.contextmanager
-def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator[None]:
+def refused_by_name(file: OpenInput, name: str, stream: StreamOfInput) -> Iterator[None]:
     """Turn pyarrow's errors into ReadWriteError if a read failed, else into BadInput with the file's path."""
     try:
         yield
@@ -114,7 +120,7 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
         if len(found) > 1:
             shown = ", ".join(" > ".join(place) for place, _ in found)
             problem, expected = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
-        elif is_text and not found and (lacks_all or not is_chat):
+        elif is_text and not found and (lacks_all or not (is_chat or fields.is_first_of)):
             problem, expected = f"no column {name}", f"one of {', '.join(schema.names)}"
         elif is_text and found and not _can_be_text(found[0][1], is_chat=is_chat):
             problem = f"{str(found[0][1])[:200]} in the column {name}"

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from shardprep.errors import UsageError
+from shardprep.format.choices import choices_for
 from shardprep.format.plan_options import PlanOptions
 
 FieldPath = tuple[str, ...]
@@ -20,6 +21,7 @@ FieldPath = tuple[str, ...]
 MOST_DOCUMENT_BYTES = 64 << 20
 # Levels of lists and objects. Python's own limit depends on its version and stack; orjson's is 1,024.
 MAX_JSON_DEPTH = 512
+_MOST_KEPT = 4096  # files with fields of their own, at once
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
@@ -46,18 +48,37 @@ class TextFields:
 
     is_chat = False  # whether texts are the JSON of conversations
 
-    def __init__(self, options: PlanOptions) -> None:
+    def __init__(self, options: PlanOptions, path: str = "") -> None:
+        """``path``: of a file in the input folder, if the options may differ by file."""
         self.options = options
+        self.is_later = False  # whether this is one of several fields, and not the first
         named = {"id": options.id_field, "source": options.source_field}
         self.named = {each: _path(name, f"--{each}_field") for each, name in named.items() if name}
         self._literals: list[str] = []  # of a template: the text before each field, and after the last one
         if options.text_template:
             self.text_paths, self._literals = _parsed_template(options.text_template)
         else:
-            self.text_paths = [_path(options.text_field, "--text_field")]
+            names = choices_for(path, options.text_field, ":") or [options.text_field]
+            self.text_paths = [_path(name, "--text_field") for name in names]
+        # Whether the text is the value of the first of these fields that a record has.
+        self.is_first_of = not self._literals and len(self.text_paths) > 1
         # Name of the text's field if it is a single one at the top level, else None.
-        is_plain = not self._literals and len(self.text_paths[0]) == 1
+        is_plain = not (self._literals or self.is_first_of) and len(self.text_paths[0]) == 1
         self.plain_name = self.text_paths[0][0] if is_plain else None
+        self._of_files: dict[str, TextFields] = {}
+        self._in_turn: list[TextFields] = []
+        if self.is_first_of:
+            self._in_turn = [self._single(number) for number in range(len(self.text_paths))]
+
+    def _single(self, number: int) -> TextFields:
+        """Return what takes one of several fields alone."""
+        single = copy.copy(self)
+        path = self.text_paths[number]
+        single.text_paths = [path]
+        single.is_first_of = False
+        single.is_later = number > 0
+        single.plain_name = path[0] if len(path) == 1 else None
+        return single
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
         """Return a copy with the paths of a table; ``places`` maps those that differ."""
@@ -65,6 +86,36 @@ class TextFields:
         copied.text_paths = [places.get(path, path) for path in self.text_paths]
         copied.named = {each: places.get(path, path) for each, path in self.named.items()}
         return copied
+
+    def of_file(self, path: str) -> TextFields:
+        """Return what takes texts out of a file, given its path in the input folder."""
+        if ":" not in self.options.text_field:
+            return self
+        if path not in self._of_files:
+            if len(self._of_files) >= _MOST_KEPT:
+                self._of_files.clear()
+            self._of_files[path] = type(self)(self.options, path)
+        return self._of_files[path]
+
+    def in_turn(self) -> list[TextFields]:
+        """Return what takes each of several fields alone, in their order."""
+        return self._in_turn or [self]
+
+    def chosen(self, record: Any) -> TextFields:
+        """Return what takes the first of several fields that a record has, or self if it has none."""
+        for single in self._in_turn:
+            if value_at(record, single.text_paths[0]) not in (MISSING, None):
+                return single
+        return self
+
+    def chosen_value(self, values: Sequence[Any]) -> tuple[FieldPath, Any]:
+        """Return the first of several fields that has a value, given the values of ``text_paths``."""
+        pairs = list(zip(self.text_paths, values, strict=True))
+        for path, value in pairs:
+            if value is not MISSING and value is not None:
+                return path, value
+        # That which is null says more than that which is missing.
+        return next((pair for pair in pairs if pair[1] is None), pairs[0])
 
     @property
     def paths(self) -> list[FieldPath]:
@@ -78,6 +129,12 @@ class TextFields:
         """
         return {each: list(map(name_of, values[path])) for each, path in self.named.items()}
 
+    def of_records(self, records: Sequence[Any]) -> tuple[list[str | UnusableText], dict[str, list[Any]]]:
+        """Return the text of each record, and the columns beside the texts."""
+        texts = [each if isinstance(each, UnusableText) else self.text(each) for each in records]
+        named = {path: [value_at(each, path) for each in records] for path in self.named.values()}
+        return texts, dict(self.columns(named))
+
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):
             return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
@@ -85,6 +142,9 @@ class TextFields:
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
         """Return the text, given the values of ``text_paths``."""
+        if self.is_first_of:
+            path, value = self.chosen_value(values)
+            return value if type(value) is str else unusable(path, value)
         for path, value in zip(self.text_paths, values, strict=True):
             if type(value) is not str:
                 return unusable(path, value)
@@ -123,6 +183,16 @@ class RecordFields(TextFields):
         super().__init__(options)
         self.text_paths = [(name,) for name in columns_of_table]
         self.plain_name = None
+        self.is_first_of = False
+        self._in_turn = []
+
+    def of_file(self, path: str) -> TextFields:  # noqa: ARG002
+        return self
+
+    def of_records(self, records: Sequence[Any]) -> tuple[list[str | UnusableText], dict[str, list[Any]]]:
+        texts, columns = super().of_records(records)
+        columns["record"] = list(records)
+        return texts, columns
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
         return "a record"  # a placeholder for the result of --transform

@@ -171,17 +171,22 @@ class InputFormat(NamedTuple):
     """A format of input files, see docs/inputs.md. docs/architecture.md, "An input format", adds one."""
 
     suffixes: tuple[str, ...]  # lower case, the usual one first
-    unit: Literal["byte", "row"] = "byte"  # of an offset: a byte of the (decompressed) file, or a row
+    # Of an offset: a byte of the (decompressed) file, a row, or the byte of the file where a record begins.
+    unit: Literal["byte", "row", "record"] = "byte"
     can_be_compressed: bool = False
     has_fields: bool = True  # whether records have named fields; False for plain text
+    is_text: bool = True  # whether its bytes, decompressed, are text
 
 
 INPUT_FORMATS = (
     InputFormat((".txt", ".text"), can_be_compressed=True, has_fields=False),
     InputFormat((".jsonl", ".ndjson", ".jsonlines"), can_be_compressed=True),
     InputFormat((".json",), can_be_compressed=True),  # one object per line
-    InputFormat((".parquet", ".pq"), unit="row"),
-    InputFormat((".arrow", ".ipc", ".feather"), unit="row"),
+    InputFormat((".csv",), unit="row", can_be_compressed=True),
+    InputFormat((".tsv",), unit="row", can_be_compressed=True),
+    InputFormat((".parquet", ".pq"), unit="row", is_text=False),
+    InputFormat((".arrow", ".ipc", ".feather"), unit="row", is_text=False),
+    InputFormat((".warc", ".wet"), unit="record", can_be_compressed=True, is_text=False),
 )
 PLAIN_TEXT = INPUT_FORMATS[0]  # also for files of `--also` with an unknown suffix
 COMPRESSION_SUFFIXES = {  # suffix -> the usual suffix of the same compression

@@ -49,6 +49,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     num_bytes: Count
     mtime_ns: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     sha256: Digest  # of the first, middle and last 64 KiB
+    encoding: Text = ""  # of its text, as planning saw or chose it; "": as --encoding says
 
     def __post_init__(self) -> None:
         if _leads_outside(self.path):  # links to files are allowed
@@ -75,6 +76,8 @@ class ByteRange:
     kind: names.InputKind  # by the file's name
     text_start: int = 0  # of a compressed file: byte of the text at ``start``
     planned: InputFile | None = None  # the file at planning; None to accept any
+    encoding: str = ""  # of its text; "": as --encoding says
+    name: str = ""  # its path in the input folder; "": unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,8 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
             kind=names.input_kind(item.path),
             text_start=begin.text_start if start else 0,
             planned=item,
+            encoding=item.encoding,
+            name=item.path,
         )
 
 
@@ -276,7 +281,8 @@ def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
     """Return the hashes of the columns of inputs and cuts that the plan's id depends on."""
     inputs, cuts = hashlib.sha256(), hashlib.sha256()
     for item in plan.inputs:
-        inputs.update(msgspec.json.encode((item.path, item.num_bytes, item.sha256)))
+        facts = (item.path, item.num_bytes, item.sha256)
+        inputs.update(msgspec.json.encode((*facts, item.encoding) if item.encoding else facts))
     for cut in plan.cuts:
         cuts.update(msgspec.json.encode((cut.input_number, cut.byte, cut.sha256)))
     return inputs.hexdigest(), cuts.hexdigest()

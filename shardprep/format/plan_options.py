@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from shardprep import errors
 from shardprep.format import names
+from shardprep.format.choices import AUTO, parsed_choices
 from shardprep.format.names import Record, TokenFormat
 from shardprep.option import option
 
@@ -91,8 +92,15 @@ class PlanOptions:
         is_in_id=False,
         shown="all",
     )
-    doc: Literal["line", "file"] = _input("line", "what a document of .txt is: a line or a file")
-    encoding: str = _input("utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark")
+    doc: Literal["line", "file", "paragraph"] = _input(
+        "line", "what a document of .txt is: a line, a file, or a paragraph, which ends at a blank line"
+    )
+    separator: str = _input("", "a string that ends documents of .txt, instead of --doc: '<|endoftext|>'")
+    encoding: str = _input(
+        "utf-8",
+        "encoding of text, JSON and CSV. auto: each file is UTF-8 or else CP949, as a sample shows. "
+        "'ko/*=cp949,utf-8': by patterns of paths or names",
+    )
     zstd_long: int = _input(
         0,
         "read .zst files of `zstd --long=N`, N up to 31; a task then needs 2^N bytes",
@@ -102,7 +110,8 @@ class PlanOptions:
     )
     text_field: str = _fields(
         None,
-        "field of the text, or with --record chat of the list of messages; a.b if nested",
+        "field of the text, or with --record chat of the list of messages; a.b if nested. 'text,TEXT': the "
+        "first that a record has. '*.parquet:content,text': by patterns of paths or names",
         shown="text, or messages",
     )
     text_template: str = _fields(
@@ -196,10 +205,12 @@ class PlanOptions:
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             expected = f"some of {', '.join(SPLITS)} (valid, dev, eval in names are understood)"
             raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
+        if self.separator and self.doc != "line":
+            raise errors.UsageError(found="--separator and --doc", expected="one of the two")
         if self.blanked:
             names.ids_of_ranges(self.blanked)
         has_rows, is_chat = self.has_rows, self.is_chat
-        settled: dict[str, Any] = {"encoding": _python_encoding(self.encoding)}
+        settled: dict[str, Any] = {"encoding": _python_encodings(self.encoding)}
         settled["digests"] = self.digests or self.validation_fraction > 0
         if has_rows:
             settled["token_format"] = "npy"
@@ -217,6 +228,11 @@ class PlanOptions:
             object.__setattr__(self, name, value)
         if has_rows and not 1 <= self.seq_len <= names.MAX_SEQ_LEN:
             raise errors.UsageError.of_value("--seq_len", self.seq_len, f"1 to {names.MAX_SEQ_LEN}")
+
+    @property
+    def is_separated(self) -> bool:
+        """Return whether documents of .txt stand between separators: blank lines, or --separator."""
+        return self.doc == "paragraph" or bool(self.separator)
 
     @property
     def is_chat(self) -> bool:
@@ -333,6 +349,15 @@ def flags_of(options: PlanOptions) -> list[str]:
         else:
             words += [f"--{name}", str(value)]
     return words
+
+
+def _python_encodings(option: str) -> str:
+    """Return Python's names of the codecs of --encoding. Raises UsageError as ``_python_encoding``."""
+    codecs_of: list[str] = []
+    for pattern, name in parsed_choices(option, "=") or [("", option)]:
+        codec = name if name == AUTO else _python_encoding(name)
+        codecs_of.append(f"{pattern}={codec}" if pattern else codec)
+    return ",".join(codecs_of)
 
 
 def _python_encoding(name: str) -> str:

@@ -29,11 +29,10 @@ OTHERS = {
     "a.zip": (ZIP, "unzip"),
     "a.docx": (ZIP, "pandoc"),
     "a.pdf": (b"%PDF-1.7\n%\xe2\xe3\n", "pdftotext"),
-    "a.csv": (b'id,text\n1,"first, with comma"\n', "duckdb"),
-    "a.tsv": (b"id\ttext\n1\tfirst\n", "duckdb"),
-    "a.csv.gz": (gzip.compress(b"id,text\n1,first\n"), "duckdb"),
+    "a.psv": (b'id|text\n1|"first, with comma"\n', "duckdb"),
+    "a.psv.gz": (gzip.compress(b"id|text\n1|first\n"), "duckdb"),
     "a.xlsx": (ZIP, "read_excel"),
-    "a.warc.gz": (gzip.compress(b"WARC/1.0\r\n"), "web archive"),
+    "a.wat.gz": (gzip.compress(b"WARC/1.0\r\n"), "web archive"),
     "a.tar.zst": (b"\x28\xb5\x2f\xfd", "tar -xf"),
     "a.parquet.gz": (gzip.compress(b"PAR1"), "decompress"),
     "a.png": (PNG, "no text"),
@@ -94,26 +93,22 @@ def test_a_database_and_an_archive_are_each_explained(tmp_path: Path) -> None:
 JSON_IN_CP949 = '{"text": "문서"}\n'.encode("cp949") * 5
 
 
-def test_json_that_is_not_utf_8_is_refused_without_a_flag_that_has_no_effect(tmp_path: Path) -> None:
+def test_json_in_another_encoding_is_refused_and_read_as_the_flag_says(tmp_path: Path) -> None:
     world = World(tmp_path).raw({"a.jsonl": JSON_IN_CP949})
-    ended = world.try_plan().ends(65, "undecodable", "iconv")
-    assert "--encoding" not in ended.err
-    ended = world.try_plan(encoding="cp949").ends(65, "iconv")
-    assert "--encoding cp949 is for .txt" in ended.err
-    World(tmp_path / "text").raw({"a.txt": "문서\n".encode("cp949")}).try_plan().ends(65, "--encoding utf-8")
+    world.try_plan().ends(65, "undecodable", "--encoding auto")
+    assert world.make(num_shards=1, encoding="cp949").texts() == ["문서"] * 5
+    World(tmp_path / "text").raw({"a.txt": "문서\n".encode("cp949") * 5}).try_plan().ends(
+        65, "--encoding auto"
+    )
 
 
-def test_a_shard_with_json_that_is_not_utf_8_names_the_file_and_no_encoding_flag(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.jsonl": [{"text": "right"}] * 9, "b.jsonl": JSON_IN_CP949})
+def test_a_shard_with_json_in_another_encoding_names_the_file_and_the_flag(tmp_path: Path) -> None:
+    world = World(tmp_path).raw(
+        {"a.jsonl": [{"text": "right"}] * 9, "b.jsonl": b'{"text": "a"}\n' + JSON_IN_CP949}
+    )
+    assert "b.jsonl" in world.try_plan(dry_run=True).ends(0).err
     world.plan(num_shards=1)
-    ended = world.try_shard().ends(65, "b.jsonl", "iconv")
-    assert "--encoding" not in ended.err
-    assert "Otherwise" not in ended.err
-
-
-def test_a_loss_of_everything_is_not_offered(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": "right\n" * 9, "b.jsonl": JSON_IN_CP949}).plan(num_shards=None)
-    assert "--max_bad_fraction" not in world.try_shard(1).ends(65).err
+    world.try_shard().ends(65, "b.jsonl", "--encoding utf-8")
 
 
 SPOKEN = {

@@ -263,7 +263,7 @@ def test_a_process_that_makes_a_shard_imports_no_heavy_library(tmp_path: Path, f
 # The recipes of docs/architecture.md, carried out in a copy of the packages.
 
 CSV_MODULE = '''
-"""``.csv`` with a header: a record is a document; line breaks within quotes end none."""
+"""``.psv`` with a header: a record is a document; line breaks within quotes end none."""
 
 import csv
 import io
@@ -313,7 +313,7 @@ CHANGES = [
     (
         "shardprep/format/names.py",
         ")\nPLAIN_TEXT =",
-        """    InputFormat((".csv",), unit="row"),
+        """    InputFormat((".psv",), unit="row"),
 )
 PLAIN_TEXT =""",
     ),
@@ -322,7 +322,7 @@ PLAIN_TEXT =""",
         """_READERS = {
 """,
         """_READERS = {
-    ".csv": Reader("preprocess.read.quoted_csv", "Csv"),
+    ".psv": Reader("preprocess.read.quoted_csv", "Csv"),
 """,
     ),
     (
@@ -367,7 +367,7 @@ def test_the_recipes_add_an_input_format_and_a_plan_option(tmp_path: Path) -> No
     texts = [f'RECORD {number}:\nthe "kettle" sings, twice' for number in range(40)]
     with io.StringIO() as file:
         csv.writer(file, lineterminator="\n").writerows([("id", "text"), *enumerate(texts)])
-        world = World(tmp_path).raw({"a.csv": file.getvalue(), "b.txt": "one line\nanother line\n"})
+        world = World(tmp_path).raw({"a.psv": file.getvalue(), "b.txt": "one line\nanother line\n"})
     data, other = world.data_dir, World(tmp_path / "other").raw({"a.txt": "a line\n"})
     commands: list[list[object]] = [
         ["plan", *world.words_of_plan(num_shards=4), "--lowercase"],
@@ -382,10 +382,10 @@ def test_the_recipes_add_an_input_format_and_a_plan_option(tmp_path: Path) -> No
     shown = done.stdout.rpartition("=====\n")[2]
     plan = world.plan_json()
     inside = [plan["inputs"][number][0] for number, place, *_ in plan["cuts"][1:-1] if place]
-    assert "a.csv" in inside
+    assert "a.psv" in inside
     assert sum(each["counts"]["num_documents"] for each in world.manifests()) == len(texts) + 2
     for number in range(len(texts)):
-        assert f"from a.csv row {number + 1}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
+        assert f"from a.psv row {number + 1}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
     call_main("verify", data).ends(78, "lowercase")  # the original packages do not know the option
     twin = World(tmp_path / "twin", raw_dir=other.raw_dir).plan(num_shards=1)
     ids = [each.plan_json()["plan_id"] for each in (twin, other)]
@@ -399,4 +399,4 @@ def test_the_docs_list_all_suffixes_of_input_formats(tmp_path: Path) -> None:
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `.")]
     known = set(re.findall(r"\.\w+", re.sub("each also with [^;]*", "", str(error.expected))))
     assert {suffix for row in rows for suffix in re.findall(r"`(\.\w+)`", row)} >= known
-    assert len(known) == 5
+    assert len(known) == 8

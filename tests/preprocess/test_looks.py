@@ -1,0 +1,147 @@
+"""``plan`` looks at each input: what nothing can be made of is refused by name, and what differs is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.input_writers import table_bytes
+from tests.world import World
+
+KOREAN = ["바닷가 마을의 겨울은 길다.", "도서관 창가 자리에서 책을 읽는다.", "오늘은 비가 오고 바람이 분다."]
+ENGLISH = ["The kettle sings.", "Nobody is listening.", "Red, green and blue."]
+RIGHT = [{"text": text} for text in KOREAN + ENGLISH]
+INDENTED = json.dumps({"dataset": {"name": "a"}, "data": RIGHT}, ensure_ascii=False, indent=2)
+# A file of which nothing can be made -> words of what is said about it.
+WRONG: dict[str, tuple[str, bytes, list[str]]] = {
+    "a list": ("w.json", json.dumps(RIGHT, indent=1).encode(), ["one list", "jq -c '.[]'"]),
+    "a list in a line": ("w.jsonl", json.dumps(RIGHT).encode(), ["one list", "jq -c '.[]'"]),
+    "a compressed list": ("w.json.gz", gzip.compress(json.dumps(RIGHT).encode()), ["zcat", "jq -c '.[]'"]),
+    "an object over lines": ("w.json", INDENTED.encode(), ["several lines", "jq -c '.data[]'"]),
+    "another field": (
+        "w.jsonl",
+        b'{"id": 1, "content": "a text"}\n' * 9,
+        ["id, content", "--text_field content"],
+    ),
+    "no field": ("w.jsonl", b'{"text": 7}\n' * 9, ["w.jsonl", "a string"]),
+    "CP949": ("w.txt", "\n".join(KOREAN * 3).encode("cp949"), ["CP949", "--encoding auto"]),
+    "JSON in CP949": (
+        "w.jsonl",
+        b"".join(json.dumps(each, ensure_ascii=False).encode("cp949") + b"\n" for each in RIGHT[:3] * 3),
+        ["CP949", "--encoding auto"],
+    ),
+    "another encoding": ("w.txt", "это русский текст\n".encode("koi8-r") * 9, ["neither UTF-8 nor", "iconv"]),
+    "a PDF": ("w.txt", b"%PDF-1.7\n%\xe2\xe3\n", ["a PDF document", "pdftotext"]),
+    "a zip archive": ("w.jsonl", b"PK\x03\x04\x14\x00\x00\x00" + bytes(90), ["zip archive", "unzip"]),
+    "UTF-16": ("w.txt", "a text\n".encode("utf-16") * 9, ["UTF-16", "iconv -f utf-16"]),
+    "a gzip file": ("w.txt", gzip.compress(b"a text\n" * 99), ["compressed", ".txt.gz"]),
+    "half of a line": ("w.jsonl", b'{"text": "a\n' * 9, ["w.jsonl", "bad_json"]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_file_of_which_nothing_can_be_made_is_refused_with_what_mends_it(tmp_path: Path, kind: str) -> None:
+    name, content, words = WRONG[kind]
+    world = World(tmp_path).raw({"right.jsonl": RIGHT, "right.txt": "\n".join(ENGLISH), name: content})
+    ended = world.try_plan(dry_run=True).ends(65, name, *words)
+    assert "--max_bad_fraction" not in ended.err
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_wrong_files_among_right_ones_are_each_named(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    files: dict[str, Any] = {f"{number}.jsonl": RIGHT for number in range(rng.randrange(1, 9))}
+    files["a.parquet"] = table_bytes(RIGHT, "parquet")
+    files["t.txt"] = "\n".join(KOREAN)
+    wrong = rng.sample([*WRONG], rng.randrange(1, 5))
+    names = [f"{place}-{WRONG[kind][0]}" for place, kind in enumerate(wrong)]
+    for name, kind in zip(names, wrong, strict=True):
+        files[name] = WRONG[kind][1]
+    World(tmp_path).raw(files).try_plan(dry_run=True).ends(65, *names)
+
+
+def test_auto_reads_utf_8_and_cp949_and_guesses_nothing_else(tmp_path: Path) -> None:
+    texts = [f"{text} {number}" for number, text in enumerate(KOREAN * 4)]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    world = World(tmp_path).raw({
+        "a.txt": "\n".join(texts).encode("cp949"),
+        "b.txt": "\n".join(texts).encode(),
+        "c.jsonl": "\n".join(lines).encode("cp949"),
+        "d.jsonl.gz": gzip.compress("\n".join(lines).encode("cp949")),
+        "e.txt": "\n".join(ENGLISH),
+    })  # fmt: skip
+    ended = world.try_plan(encoding="auto", dry_run=True).ends(0, "CP949 in 3 files")
+    assert "warning" not in ended.text
+    world.make(encoding="auto", num_shards=3).verify(deep=True)
+    assert sorted(world.texts()) == sorted(texts * 4 + ENGLISH)
+    for name, codec in (("fr", "latin-1"), ("ja", "euc_jp"), ("zh", "gbk"), ("ru", "cp1251")):
+        text = {
+            "fr": "été à Noël, déjà vu\n",
+            "ja": "これは日本語の文章です\n",
+            "zh": "这是一个中文句子\n",
+        }.get(name)
+        raw = {f"{name}.txt": (text or "это русский текст\n").encode(codec) * 30, "right.txt": "right\n"}
+        World(tmp_path / name).raw(raw).try_plan(encoding="auto").ends(65, f"{name}.txt", "latin-1")
+    mixed = (KOREAN[0] + "\n").encode() * 20 + (KOREAN[1] + "\n").encode("cp949") * 20
+    World(tmp_path / "mixed").raw({"m.txt": mixed}).try_plan(encoding="auto").ends(65, "m.txt", "not clear")
+
+
+def test_encodings_are_named_by_patterns(tmp_path: Path) -> None:
+    world = World(tmp_path).raw(
+        {"ko/a.txt": KOREAN[0].encode("cp949"), "b.txt": KOREAN[1], "c.log": b"caf\xe9"}
+    )
+    options = {"encoding": "ko/*=cp949,*.log=latin-1,utf-8", "also": "*.log", "recursive": True}
+    assert world.make(num_shards=1, **options).texts() == [KOREAN[1], "café", KOREAN[0]]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_that_stands_first_is_dropped_by_plan(tmp_path: Path, name: str) -> None:
+    content = KOREAN[0] if name == "a.txt" else json.dumps({"text": KOREAN[0]})
+    world = World(tmp_path).raw({name: b"\xef\xbb\xbf" + content.encode() + b"\n"})
+    assert world.make(num_shards=1).texts() == [KOREAN[0]]
+
+
+def test_a_shard_without_a_plan_has_the_first_line_as_python_reads_it(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": b"\xef\xbb\xbf" + KOREAN[0].encode() + b"\n"})
+    words = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": world.tokenizer}
+    world.main("shard", shard_id=0, **words).ends(0)
+    assert world.texts() == ["\ufeff" + KOREAN[0]]
+
+
+def test_the_first_of_several_fields_that_a_record_has_is_its_text(tmp_path: Path) -> None:
+    lines = [
+        {"text": "a"},
+        {"TEXT": "b"},
+        {"text": None, "TEXT": "c"},
+        {"TEXT": "d", "text": "e"},
+        {"x": "f"},
+    ]
+    table = pyarrow.table({"text": pyarrow.array([None, "h"], pyarrow.string()), "content": ["i", "j"]})
+    world = World(tmp_path).raw({
+        "a.jsonl": lines,
+        "b.jsonl": [{"TEXT": f"k{number}"} for number in range(9)],
+        "c.parquet": table_bytes(table, "parquet"),
+        "d.parquet": table_bytes({"content": ["m"]}, "parquet"),
+        "p.jsonl": [{"text": "no", "plain_text": "n"}],
+    })  # fmt: skip
+    fields = "text,TEXT,content,p.jsonl:plain_text"
+    world.plan(num_shards=1, text_field=fields, max_bad_fraction=0.5).run()
+    assert world.texts() == ["a", "b", "c", "e", *(f"k{n}" for n in range(9)), "i", "h", "m", "n"]
+    (left_out,) = world.lines("quarantine")
+    assert (left_out["line"], left_out["reason"]) == (4, "no_field")
+
+
+def test_a_file_with_other_fields_than_its_neighbours_is_named(tmp_path: Path) -> None:
+    right = {f"{number}.jsonl": [{"text": "a", "id": 1, "url": "u"}] for number in range(5)}
+    world = World(tmp_path).raw(
+        {**right, "odd.jsonl": [{"text": "b", "prompt": "c", "score": 1, "lang": "d"}]}
+    )
+    (line,) = [line for line in world.try_plan().ends(0).text.splitlines() if "odd.jsonl" in line]
+    assert "prompt" in line

@@ -35,8 +35,9 @@ def cancel(folder: Path, shards: str | None) -> int:
         # Printed first, because scancel may end this process, too.
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
-        if here := next((each for each in (job_id, task) if each in jobs), None):
-            say(f"warning: this command runs in job {here}, which it cancels, too: {', '.join(jobs)}")
+        here = [each for each in (job_id, task) if each in jobs]
+        if here:
+            say(f"warning: this command runs in job {here[0]}, which it cancels, too: {', '.join(jobs)}")
         run_slurm("scancel", *jobs)
         job_files.append_event(DataFolder(folder), "cancel", jobs=jobs, shards=shards)
     if state.queue.foreign and shards is None:
@@ -50,7 +51,8 @@ def cancel(folder: Path, shards: str | None) -> int:
         raise SlurmRefused(found=f"{found}; {done}", expected=expected)
     nothing = "nothing is queued" if shards is None else "none of these shards is queued"
     print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
-    if not_visible := state.ids("not visible"):
+    not_visible = state.ids("not visible")
+    if not_visible:
         named_ids = shards_text(id_ranges(not_visible))
         say(f"warning: {state.why_not_visible()}; {named_ids} may still wait or run")
     return 0

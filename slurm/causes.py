@@ -56,10 +56,8 @@ _CAUSES_IN_LOG = (
     (r"\*\*\* JOB .* CANCELLED AT", CANCELLED),
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
     ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # srun exits with 1
-    (
-        r"^shardprep: node \S+: shards? \S+ ended with exit code 0$",
-        NO_MANIFEST,
-    ),  # a container that did nothing
+    # A container that did nothing.
+    (r"^shardprep: node \S+: shards? \S+ ended with exit code 0$", NO_MANIFEST),
 )
 _RESENT = "retry sends it again"
 # Cause -> what to do. A person must help first if retry alone would fail in the same way.
@@ -94,7 +92,8 @@ def remedy_of(cause: str) -> str:
 
 def cause_of_record(record: AttemptRecord, shard_id: int) -> str:
     """Return why an attempt that ended or was killed did not make a shard."""
-    if failure := record.failures.get(shard_id):
+    failure = record.failures.get(shard_id)
+    if failure:
         killed = re.search(r"was killed by signal (\d+)", failure.reason)
         if killed and record.stopped_by == OUT_OF_MEMORY:
             return OUT_OF_MEMORY
@@ -154,7 +153,10 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
     log = log_tail(moved) or log_tail(path, num_later)
-    return next((cause for words, cause in _CAUSES_IN_LOG if re.search(words, log, re.MULTILINE)), "")
+    for words, cause in _CAUSES_IN_LOG:
+        if re.search(words, log, re.MULTILINE):
+            return cause
+    return ""
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:

@@ -31,7 +31,8 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
         expected = "no such jobs; another command may be sending them now: wait, or end them"
         remedy = commands.on("cancel", state.folder)
         raise SlurmRefused(path=state.folder, found=found, expected=expected, remedy=remedy)
-    if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
+    queued = [each for each in state.ids("running", "pending") if wanted is None or each in wanted]
+    if queued:
         named = shards_text(id_ranges(queued))
         say(f"left out, because they wait or run (or are just being cancelled): {named}")
 
@@ -51,8 +52,8 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)
     if plan.options.transform_sha256 and "--transform" not in request.worker_args:
         found = "a plan with a function for documents, and no file with it for the tasks"
-        expected, remedy = "--worker_args with --transform", commands.submit(folder)
-        raise UsageError(path=folder, found=found, expected=expected, remedy=remedy)
+        expected = "--worker_args with --transform"
+        raise UsageError(path=folder, found=found, expected=expected, remedy=commands.submit(folder))
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
         todo = "Has the input moved? --worker_args '--input_dir NEW'"
         say(f"warning: no {plan.input_dir} on this host; tasks on nodes without it exit with 66. {todo}")

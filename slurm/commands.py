@@ -144,7 +144,10 @@ def minutes_of(text: str) -> int | None:
 def megabytes_of(text: str) -> float | None:
     """Parse a size of Slurm, such as ``300`` or ``1.50G``, into MB, or return None for UNLIMITED."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text, re.IGNORECASE)
-    return float(match[1]) * 1024.0 ** "KMGTP".index(match[2].upper() or "M") / 1024 if match else None
+    if not match:
+        return None
+    unit = match[2].upper() or "M"
+    return float(match[1]) * 1024.0 ** "KMGTP".index(unit) / 1024
 
 
 def read_config() -> dict[str, str]:

@@ -19,44 +19,51 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.processes import run_shardprep, shardprep_command
 from slurm.causes import remedy_of
-from slurm.commands import SlurmFull, ask_patiently, slurm_answer
+from slurm.commands import SlurmFull, ask_patiently
 from slurm.fit import CONTROLLER_JOB, Site, Tester, controller_request, options_of
 from slurm.limits import Limits
 from slurm.own import own_records, why_not_retried
 from slurm.queue import CONTROL, job_name_prefix
 from slurm.request import JobRequest, SendOptions
-from slurm.sbatch import parse_job, submit_script
+from slurm.sbatch import show_job, submit_script
 from slurm.scripts import script_head
 from slurm.state import DatasetState
 
 CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"
 
 
-def controller_script(options: SendOptions, state: DatasetState, request: JobRequest, limits: Limits) -> str:
-    """Render the controller's script. It runs outside of any container, because it needs Slurm's commands."""
+def controller_job(
+    options: SendOptions, state: DatasetState, request: JobRequest, limits: Limits
+) -> tuple[JobRequest, str]:
+    """Return the request and the script of the controller behind tasks with a request.
+
+    It runs outside of any container, because it needs Slurm's commands.
+    """
     flags: list[object] = ["--round", options.next_round]
-    for name in ("shards", "shards_per_task"):
-        if getattr(options, name) is not None:
-            flags += [f"--{name}", getattr(options, name)]
+    if options.shards is not None:
+        flags += ["--shards", options.shards]
+    if options.shards_per_task is not None:
+        flags += ["--shards_per_task", options.shards_per_task]
     words = shlex.join(shardprep_command("retry", state.folder, "--until_done", *flags))
     small = controller_request(request, limits, sum(state.plan.shard_bytes()))  # it may verify, too
     name = f"{job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
     lines = script_head(state.folder, name, "control-%j", options_of(CONTROLLER_JOB, small))
-    lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
-    return "\n".join([*lines, f"exec {words}", ""])
+    if request.setup:
+        lines.append(f"source {shlex.quote(request.setup)}")
+    return small, "\n".join([*lines, f"exec {words}", ""])
 
 
 def submit_controller(options: SendOptions, state: DatasetState, request: JobRequest) -> None:
     """Submit a controller that starts after the queued jobs, unless there is one already."""
-    if others := other_controllers(state):
+    others = other_controllers(state)
+    if others:
         print_lines(f"job {others[0]} already waits to send failed shards again (--until_done)")
         return
     controllers = own_records(state).controllers
     job_ids = [each for each in state.jobs_to_wait_for() if each not in controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    limits = Site(state, is_needed=True).limits(request)
-    script = controller_script(options, state, request, limits)
-    small = controller_request(request, limits, sum(state.plan.shard_bytes()))
+    limits = Site(state.queue.config, is_needed=True).limits(request)
+    small, script = controller_job(options, state, request, limits)
 
     def submit_it() -> str:
         Tester().check(CONTROLLER_JOB, small, script, limits)
@@ -70,12 +77,15 @@ def submit_controller(options: SendOptions, state: DatasetState, request: JobReq
 
 def record_controller(folder: Path, job_id: str) -> None:
     """Record a controller, so that it is found after somebody renamed it."""
-    shown = slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_id)
-    facts = {name: shown[name] for name in ("name", "submit_time")}
-    identity = job_files.folder_identity(DataFolder(folder))
-    job_files.publish_controller(
-        DataFolder(folder), job_files.Controller(job_id=job_id, identity=identity, **facts)
+    data_dir = DataFolder(folder)
+    shown = show_job(job_id)
+    record = job_files.Controller(
+        job_id=job_id,
+        name=shown.name,
+        submit_time=shown.submit_time,
+        identity=job_files.folder_identity(data_dir),
     )
+    job_files.publish_controller(data_dir, record)
 
 
 def other_controllers(state: DatasetState) -> list[str]:
@@ -105,8 +115,10 @@ def why_not_verified(options: SendOptions, state: DatasetState) -> str:
 
 def finish(state: DatasetState, why: str, request: JobRequest) -> int:
     """End --until_done: write the report, or say why a person must help; then run --notify."""
-    folder, code = state.folder, ReadWriteError.exit_code if why else 0
+    folder = state.folder
+    code = 0
     if why:
+        code = ReadWriteError.exit_code
         job_files.append_event(DataFolder(folder), "stopped", why=why)
         say(f"error: only a person can help now: {why}")
     else:

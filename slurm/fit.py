@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardprep.console import say
+from shardprep.console import counted, say
 from slurm.commands import SlurmAway, SlurmRefused, run_slurm
 from slurm.limits import Limit, Limits, find_limits
 from slurm.request import JobRequest
-from slurm.state import DatasetState
 
 CONTROLLER_MEM_GB = 1.0
 _VERIFIED_BYTES_PER_S = 5e6  # bytes of input, on one slow core
@@ -142,7 +141,7 @@ def more_memory(
         fewer = num_processes // 2
         others = re.sub(NUM_PROC, "", request.worker_args).strip()
         request = request.changed(worker_args=f"{others} --num_proc {fewer}".strip())
-        return request, f"{size}: starts {fewer} processes in place of {num_processes}"
+        return request, f"{size}: starts {counted(fewer, 'process')} in place of {num_processes}"
     larger = sorted(limits.larger_nodes.items(), key=lambda item: -item[1])
     where = (
         f"--partition {larger[0][0]} has nodes of {larger[0][1]:,} MB" if larger else "name another partition"
@@ -202,8 +201,9 @@ class Tester:
 class Site:
     """The limits of each request, asked for once. A dry run without Slurm has none."""
 
-    def __init__(self, state: DatasetState, *, is_needed: bool) -> None:
-        self._config = state.queue.config
+    def __init__(self, config: Mapping[str, str], *, is_needed: bool) -> None:
+        """``config``: of the controller, or {}."""
+        self._config = config
         self._is_needed = is_needed
         self._known: dict[tuple[str, ...], Limits] = {}
 

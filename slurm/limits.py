@@ -122,13 +122,17 @@ def _least(limits: list[Limit]) -> Limit | None:
     return min(limits, key=lambda each: each.number, default=None)
 
 
+_SHORT_OPTIONS = {"p": "partition", "A": "account", "q": "qos"}
+
+
 def _options(request: JobRequest) -> dict[str, str]:
     """Return partition, account and QOS, also if they are given as options of sbatch."""
     asked = {}
     for word in request.sbatch_options():
-        match = re.fullmatch(r"--(partition|account|qos)=(.+)", word)
+        match = re.fullmatch(r"(?:--(partition|account|qos)=|-([pAq]))(.+)", word)
         if match:
-            asked[match[1]] = match[2]
+            name = match[1] or _SHORT_OPTIONS[match[2]]
+            asked[name] = match[3]
     return asked
 
 

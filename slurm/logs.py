@@ -25,11 +25,14 @@ def logs(folder: Path, shard_id: int) -> int:
     if shard.state == "not visible":
         lines.append(f"  {state.why_not_visible()}")
     for each in shard.attempts:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
+        when = "task"
+        if each.record:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began))
         where = f" on {each.node}" if each.node else ""
         whose = f" of {each.owner}" if each.owner else ""
-        lines.append(f"{when or 'task'} {each.task}{whose}{where}: {each.cause(shard_id) or each.state}")
-        if message := each.message(shard_id):
+        lines.append(f"{when} {each.task}{whose}{where}: {each.cause(shard_id) or each.state}")
+        message = each.message(shard_id)
+        if message:
             lines.append(f"  {message}")
         if each.log:
             lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), 20)]

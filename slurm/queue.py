@@ -13,7 +13,7 @@ wrote name jobs of these users.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,7 +29,9 @@ from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slu
 
 StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 JOB_NAME = "shardprep"
-VERIFY, CONTROL = "-verify", "-control"  # suffixes of the names of such jobs
+# Suffixes of the names of such jobs.
+VERIFY = "-verify"
+CONTROL = "-control"
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _WAITING |= {"RESV_DEL_HOLD"}
 # All other states count as running: a new state of a later Slurm must not cause shards to be sent twice.
@@ -38,9 +40,10 @@ _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # a task whose log could not be opened; Slurm reports "signal" 53
+_NAME = re.compile(rf"{JOB_NAME}-[0-9a-f]{{12}}-[0-9a-f.]+-\d+({VERIFY}|{CONTROL})?")  # of our jobs
 PLAIN = -1  # in place of a submission's number, for plain sbatch: index N makes shard N
 _CLOCKS_DIFFER_S = 600
-_ASK_AGAIN_S = 0.5  # after an empty answer
+ASK_AGAIN_S = 0.5  # after an empty answer
 
 
 def job_name_prefix(folder: Path, plan_id: str) -> str:
@@ -88,7 +91,9 @@ class Job:
 
     @property
     def state_of_shards(self) -> StateName:
-        return "pending" if self.is_waiting else "running" if self.is_live else "failed"
+        if self.is_waiting:
+            return "pending"
+        return "running" if self.is_live else "failed"
 
 
 def _exit_code(text: str) -> int:
@@ -96,12 +101,16 @@ def _exit_code(text: str) -> int:
     match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
     if not match:
         raise ValueError(f"exit code {text[:40]!r}")
-    code, killed_by = int(match[1] or 0), int(match[2] or 0)
+    code = int(match[1] or 0)
+    killed_by = int(match[2] or 0)
     if match[2] is None:
-        code, killed_by = code >> 8, code & 0x7F
+        killed_by = code & 0x7F
+        code >>= 8
     if killed_by == LOG_NOT_OPENED - 128:
         return LOG_NOT_OPENED
-    return code or (128 + killed_by if killed_by else 0)
+    if code or not killed_by:
+        return code
+    return 128 + killed_by
 
 
 def _local_time(text: str) -> str:
@@ -176,6 +185,7 @@ class Queue:
     foreign: list[str] = field(default_factory=list)  # live jobs of the folder that this one was copied from
     away: str = ""  # why Slurm did not answer
     config: dict[str, str] = field(default_factory=dict)  # of the controller
+    is_empty: bool = False  # squeue showed no job of any user who may have one
 
     def tasks(self) -> dict[tuple[str, int], Job]:
         """Return (job id, index), the key of a record, -> the last start of the task."""
@@ -195,77 +205,122 @@ def find_queue(
     ``copied``: submissions of the folder that this one was copied from. ``config``: of the controller, or {}.
     """
     me = user_name()
-    recorded = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
-    of_all = {job.job_id for sent in submissions for job in sent.jobs}
-    plain = {
-        each.key: each for each in open_records if each.job_id not in (recorded if each.is_own else of_all)
-    }
-    users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
-    is_expected = any(each.user == me for each in open_records)
+    plain = _plain_records(submissions, open_records)
+    users = {me}
+    users.update(each.user for each in (*submissions, *copied))
+    users.update(each.user for each in plain.values())
+    users.discard("")
     shown: list[Job] = []
-    for user in sorted(users - {""}):
-        jobs_shown = jobs_of_user(user)
-        if not jobs_shown and user == me and is_expected:
-            # A busy slurmctld may answer with nothing for a moment, and tasks should be running.
-            sleep(_ASK_AGAIN_S)
-            jobs_shown = jobs_of_user(user)
-        shown += jobs_shown
-    own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
-    if not config and (submissions or copied or users - {me, ""}):
+    for user in sorted(users):
+        has_running = user == me and any(each.user == me for each in open_records)
+        shown += _jobs_of_user_for_certain(user) if has_running else jobs_of_user(user)
+    if not config and (submissions or copied or users - {me}):
         config = read_config()
-    queue = Queue(config=config)
 
+    queue = Queue(config=config, is_empty=not shown)
     for sent in submissions:
         queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown, me)}
     for sent in copied:
         queue.foreign += [job.job_id for job in _jobs_of(sent, shown, me) if job.is_live]
+    recorded = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
+    live = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
+    _add_plain_tasks(queue, shown, plain, live, me)
+    _add_hidden_jobs(queue, folder, submissions, plain.values(), {me, *(job.user for job in shown)})
+    _add_jobs_without_record(queue, folder, plan_id, copied, live)
+    queue.foreign = sorted(set(queue.foreign), key=int)
+    return queue
 
-    # Tasks of plain sbatch: those with an open record, and this user's other tasks of the same arrays.
+
+def _plain_records(
+    submissions: Sequence[Submission], open_records: Sequence[AttemptRecord]
+) -> dict[tuple[str, int], AttemptRecord]:
+    """Return the open records of tasks that no submission names, which are of plain sbatch."""
+    of_all = {job.job_id for sent in submissions for job in sent.jobs}
+    own = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
+    records = {}
+    for each in open_records:
+        submitted = own if each.is_own else of_all
+        if each.job_id not in submitted:
+            records[each.key] = each
+    return records
+
+
+def _jobs_of_user_for_certain(user: str) -> list[Job]:
+    """Return the jobs of a user whose tasks should be running.
+
+    A busy slurmctld may answer with nothing for a moment, so an empty answer is asked for once more.
+    """
+    jobs = jobs_of_user(user)
+    if jobs:
+        return jobs
+    sleep(ASK_AGAIN_S)
+    return jobs_of_user(user)
+
+
+def _add_plain_tasks(
+    queue: Queue,
+    shown: Sequence[Job],
+    plain: Mapping[tuple[str, int], AttemptRecord],
+    live: Sequence[Job],
+    me: str,
+) -> None:
+    """Add tasks of plain sbatch: with an open record, or of this user in the same arrays."""
     began = {(each.job_id, each.user): each.began for each in plain.values() if each.is_own}
-    own_keys = {each.key for each in own}
+    live_keys = {each.key for each in live}
     for job in shown:
         record = plain.get(job.key)
         is_plain = record is not None and _is_start_of(record, job, me)
-        if not is_plain and job.key in own_keys:
+        if not is_plain and job.key in live_keys:
             # A task of this array must have begun for this data set after the array was submitted.
             is_plain = job.submit_time <= _latest_submit_time(began.get((job.job_id, job.user), 0))
         if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
-    # Jobs that are not visible from here, so that their end is unknown.
-    hides_users = re.search(r"\b(jobs|all)\b", config.get("PrivateData", ""))
-    seen_users = {me, *(job.user for job in shown)}
-    sent_jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
-    for job_id, user, cluster in [*sent_jobs, *((each.job_id, each.user, "") for each in plain.values())]:
-        if cluster not in ("", config.get("ClusterName", "")):
+
+def _add_hidden_jobs(
+    queue: Queue,
+    folder: Path,
+    submissions: Sequence[Submission],
+    plain: Iterable[AttemptRecord],
+    seen_users: set[str],
+) -> None:
+    """Add the jobs that are not visible from here, so that their end is unknown."""
+    hides_users = re.search(r"\b(jobs|all)\b", queue.config.get("PrivateData", ""))
+    jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
+    jobs += [(each.job_id, each.user, "") for each in plain]
+    for job_id, user, cluster in jobs:
+        if cluster not in ("", queue.config.get("ClusterName", "")):
             command = f"SLURM_CLUSTERS={cluster} {commands.on('status', folder)}"
             queue.hidden[job_id] = f"for jobs of cluster {cluster}, type: {command}"
         elif hides_users and user not in seen_users:
             queue.hidden[job_id] = f"this site shows the jobs of {user} only to {user}"
 
-    # Jobs without a record are recognized by their names, and controllers by their records, too.
-    known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
+
+def _add_jobs_without_record(
+    queue: Queue, folder: Path, plan_id: str, copied: Sequence[Submission], live: Sequence[Job]
+) -> None:
+    """Add live jobs of this user that no submission names. Names tell them, and records of controllers."""
+    plain_ids = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
+    jobs = {each.job_id: each for each in live if each.job_id not in plain_ids}
+    if not jobs:
+        return
     prefix = job_name_prefix(folder, plan_id)
     copied_prefixes = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
-    jobs = {each.job_id: each for each in own if each.job_id not in known}
     identity = job_files.folder_identity(DataFolder(folder))
-    sent_controllers = {}
-    if jobs:
-        for each in job_files.read_own_controllers(DataFolder(folder)):
-            if each.identity == identity:
-                sent_controllers[each.job_id] = each
+    controllers = {}
+    for each in job_files.read_own_controllers(DataFolder(folder)):
+        if each.identity == identity:
+            controllers[each.job_id] = each
     for job_id in sorted(jobs, key=int):
         job = jobs[job_id]
-        is_controller = job.name.endswith(CONTROL)
-        controller = sent_controllers.get(job_id)
-        if controller and _is_sent_as(job, controller):
+        is_named_controller = job.name.endswith(CONTROL)
+        recorded = controllers.get(job_id)
+        if recorded and _is_sent_as(job, recorded):
             queue.controllers.append(job_id)
         elif job.name.startswith(prefix):
-            (queue.controllers if is_controller else queue.unrecorded).append(job_id)
-        elif is_controller and job.name.startswith(copied_prefixes):
+            (queue.controllers if is_named_controller else queue.unrecorded).append(job_id)
+        elif is_named_controller and job.name.startswith(copied_prefixes):
             queue.foreign.append(job_id)
-    queue.foreign = sorted(set(queue.foreign), key=int)
-    return queue
 
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job], me: str) -> list[Job]:
@@ -286,7 +341,7 @@ def _is_sent_as(job: Job, sent: job_files.SentJob) -> bool:
     is_same_time = job.submit_time == sent.submit_time
     is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
     # A user may have renamed the job, but not to a name of another submission.
-    is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
+    is_renamed = is_same_time and not _NAME.fullmatch(job.name)
     return (job.name == sent.name and (is_same_time or is_later)) or is_renamed
 
 

@@ -19,8 +19,12 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import shardprep
 from shardprep import console
@@ -28,35 +32,101 @@ from shardprep.console import print_lines, say
 from shardprep.files import publish_bytes
 from shardprep.folders import refuse_foreign_file
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.manifest import Manifest, ShardCounts, TextCounts, longest_of
-from shardprep.format.names import TOKENIZER_DIR, id_ranges
+from shardprep.format.manifest import Manifest, ShardCounts, SourceCounts, TextCounts, longest_of
+from shardprep.format.names import TOKENIZER_DIR, TokenizerSpec, id_ranges
 from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
 from shardprep.format.plan_options import PrepConfig, flags_of
 from shardprep.processes import python_command
 from slurm.state import DatasetState, find_state
-from slurm.status_data import status_data
+from slurm.status_data import status_of
 
 _REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
-_SHARD_NUMBERS = (
-    "num_done",
-    "num_running",
-    "num_pending",
-    "num_failed",
-    "num_not_submitted",
-    "num_not_visible",
-)
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
-_OPTIONS = ("record", "token_format", "seq_len", "validation_fraction")
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedPlan:
+    """What was planned."""
+
+    plan_id: str
+    num_shards: int
+    input_dir: str
+    num_inputs: int
+    input_bytes: int
+    inputs_left_out: dict[str, list[str]]  # reason -> names
+    record: str
+    token_format: str
+    seq_len: int | None
+    validation_fraction: float
+    pack: str | None  # None: documents are not packed
+    tokenizer: TokenizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedShards:
+    """The states of all shards, as ranges."""
+
+    verified: bool
+    done: str
+    running: str
+    pending: str
+    not_submitted: str
+    not_visible: str
+    wrong: str
+    broken: dict[str, str]
+    other_plan: str
+    num_done: int
+    num_running: int
+    num_pending: int
+    num_failed: int
+    num_not_submitted: int
+    num_not_visible: int
+    failed: dict[str, str]  # cause -> shards
+    remedies: dict[str, str]  # cause -> what to do
+    missing: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to make the same data set again."""
+
+    commands: list[str]
+    transform_sha256: str
+    versions: dict[str, dict[str, int]]  # of what made the shards: name -> version -> shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that the report contains: the fields of ``report --json``, see docs/json.md."""
+
+    format: str = "shardprep-report"
+    version: int = REPORT_VERSION
+    folder: str
+    written: str
+    shardprep: str  # version
+    plan: ReportedPlan
+    shards: ReportedShards
+    counts: dict[str, int]
+    validation: dict[str, int]  # part of the counts
+    tar_bytes: int
+    idx_bytes: int
+    sources: list[dict[str, Any]]  # one has the fields of SourceCounts, and text statistics
+    left_out: dict[str, int]  # reason -> documents
+    per_shard: dict[str, dict[str, float]]  # amount -> least, median, most
+    work: dict[str, Any]
+    slurm_away: str
+    again: Recipe
 
 
 def report(folder: Path, output: Path | None, *, is_json: bool) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = folder.absolute()
-    plan, manifests = need_plan(DataFolder(folder)), dict[int, Manifest]()
+    plan = need_plan(DataFolder(folder))
+    manifests: dict[int, Manifest] = {}
     progress = console.Progress("reading manifests", plan.num_shards, unit="shards")
 
     def keep(manifest: Manifest) -> None:
@@ -65,7 +135,8 @@ def report(folder: Path, output: Path | None, *, is_json: bool) -> int:
 
     state = find_state(folder, plan, needs_slurm=False, see=keep)
     progress.add(plan.num_shards - len(manifests))
-    data = _without_secrets(report_data(state, [manifests[shard_id] for shard_id in state.made.done]))
+    made = report_of(state, [manifests[shard_id] for shard_id in state.made.done])
+    data = _without_secrets(msgspec.to_builtins(made))
     lines = [json.dumps(data)] if is_json else page_lines(data)
     if is_json and output is None:
         print_lines(*lines)
@@ -77,94 +148,128 @@ def report(folder: Path, output: Path | None, *, is_json: bool) -> int:
     return 0
 
 
-def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Return everything that the report contains as plain data, described in docs/json.md."""
-    plan, folder = state.plan, state.folder
-    status = status_data(state)
+def report_of(state: DatasetState, manifests: Sequence[Manifest]) -> Report:
+    """Return everything that the report contains."""
+    plan = state.plan
+    status = status_of(state)
     counts = [each.counts for each in manifests]
-    left_out: dict[str, list[str]] = defaultdict(list)
+    quarantined: Counter[str] = Counter()
+    for each in counts:
+        quarantined.update(each.quarantined)
+    return Report(
+        folder=str(state.folder),
+        written=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        shardprep=shardprep.__version__,
+        plan=_reported_plan(plan),
+        shards=ReportedShards(
+            verified=state.is_verified,
+            done=status.done,
+            running=status.running,
+            pending=status.pending,
+            not_submitted=status.not_submitted,
+            not_visible=status.not_visible,
+            wrong=status.wrong,
+            broken=status.broken,
+            other_plan=status.other_plan,
+            num_done=status.num_done,
+            num_running=status.num_running,
+            num_pending=status.num_pending,
+            num_failed=status.num_failed,
+            num_not_submitted=status.num_not_submitted,
+            num_not_visible=status.num_not_visible,
+            failed=status.causes,
+            remedies=status.remedies,
+            missing=id_ranges(set(range(plan.num_shards)) - state.made.done.keys()),
+        ),
+        counts={name: sum(getattr(each, name) for each in counts) for name in _NUMBERS},
+        validation=_sums([each.validation for each in counts if each.validation]),
+        tar_bytes=sum(each.tar.num_bytes for each in manifests),
+        idx_bytes=sum(each.idx.num_bytes for each in manifests),
+        sources=_sources(manifests),
+        left_out=dict(quarantined.most_common()),
+        per_shard=_per_shard(state, manifests),
+        work=_work(state),
+        slurm_away=status.slurm_away if status.has_jobs else "",
+        again=_recipe(state.folder, plan, manifests),
+    )
+
+
+def _reported_plan(plan: Plan) -> ReportedPlan:
+    left_out: dict[str, list[str]] = {}
     for reason, name in plan.left_out:
-        left_out[reason].append(name)
-    quarantined = sum((Counter(each.quarantined) for each in counts), Counter[str]())
-    return {
-        "format": "shardprep-report",
-        "version": REPORT_VERSION,
-        "folder": str(folder),
-        "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "shardprep": shardprep.__version__,
-        "plan": {
-            "plan_id": plan.plan_id,
-            "num_shards": plan.num_shards,
-            "input_dir": str(plan.input_dir),
-            "num_inputs": len(plan.inputs),
-            "input_bytes": sum(item.num_bytes for item in plan.inputs),
-            "inputs_left_out": left_out,
-            **{name: getattr(plan.options, name) for name in _OPTIONS},
-            "pack": plan.options.pack if plan.spec.has_rows else None,
-            "tokenizer": dataclasses.asdict(plan.tokenizer),
-        },
-        "shards": {
-            "verified": state.is_verified,
-            **{name: status[name] for name in ("done", "running", "pending", "not_submitted", "not_visible")},
-            **{name: status[name] for name in ("wrong", "broken", "other_plan")},
-            **{name: status[name] for name in _SHARD_NUMBERS},
-            "failed": status["causes"],
-            "remedies": status["remedies"],
-            "missing": id_ranges(set(range(plan.num_shards)) - state.made.done.keys()),
-        },
-        "counts": {name: sum(getattr(each, name) for each in counts) for name in _NUMBERS},
-        "validation": _sums([each.validation for each in counts if each.validation]),
-        "tar_bytes": sum(each.tar.num_bytes for each in manifests),
-        "idx_bytes": sum(each.idx.num_bytes for each in manifests),
-        "sources": _sources(manifests),
-        "left_out": dict(quarantined.most_common()),
-        "per_shard": _per_shard(state, manifests),
-        "work": _work(state),
-        "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
-        "again": _how_to_repeat(folder, plan, manifests),
-    }
+        left_out.setdefault(reason, []).append(name)
+    return ReportedPlan(
+        plan_id=plan.plan_id,
+        num_shards=plan.num_shards,
+        input_dir=str(plan.input_dir),
+        num_inputs=len(plan.inputs),
+        input_bytes=sum(item.num_bytes for item in plan.inputs),
+        inputs_left_out=left_out,
+        record=plan.options.record,
+        token_format=plan.options.token_format,
+        seq_len=plan.options.seq_len,
+        validation_fraction=plan.options.validation_fraction,
+        pack=plan.options.pack if plan.spec.has_rows else None,
+        tokenizer=plan.tokenizer,
+    )
 
 
 def _sums(counts: Iterable[Any]) -> dict[str, int]:
     """Add up several counts, field by field."""
-    found: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for each in counts:
-        values = ((item.name, getattr(each, item.name)) for item in dataclasses.fields(each))
-        found.update({name: value for name, value in values if isinstance(value, int)})
-    return dict(found)
+        for item in dataclasses.fields(each):
+            value = getattr(each, item.name)
+            if isinstance(value, int):
+                sums[item.name] += value
+    return dict(sums)
 
 
 def _sources(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
     """Return the counts of each source, most tokens first. If there are several, their sum comes first."""
-    counts, texts = defaultdict[str, list[Any]](list), defaultdict[str, list[TextCounts]](list)
+    counts = defaultdict[str, list[SourceCounts]](list)
+    texts = defaultdict[str, list[TextCounts]](list)
     for manifest in manifests:
         of_shard = manifest.run.texts or {}
         for name, each in manifest.counts.sources.items():
-            for key in ("all", f" {name}"):  # no source's name begins with a blank
-                counts[key].append(each)
-                texts[key] += [of_shard[name]] if name in of_shard else []
-    sources = []
-    listed = ["all"] if len(counts) == 2 else list(counts)  # the sum over one source is the source itself
-    for name in listed:
-        sums = _sums(counts[name])
-        text = _text_statistics(texts[name], sums["num_tokens"])
-        sources.append({"name": name.strip(), "is_all": name == "all", **sums, **text})
-    return sorted(sources, key=lambda each: (not each["is_all"], -each["num_tokens"], each["name"]))
+            counts[name].append(each)
+            if name in of_shard:
+                texts[name].append(of_shard[name])
+    every = [_source("all", list(chain(*counts.values())), list(chain(*texts.values())), is_all=True)]
+    if not counts:
+        return []
+    if len(counts) == 1:  # the sum over one source is the source itself
+        return every
+    single = [_source(name, counts[name], texts[name], is_all=False) for name in counts]
+    single.sort(key=lambda each: (-each["num_tokens"], each["name"]))
+    return every + single
+
+
+def _source(
+    name: str, counts: Sequence[SourceCounts], texts: Sequence[TextCounts], *, is_all: bool
+) -> dict[str, Any]:
+    sums = _sums(counts)
+    text = _text_statistics(texts, sums.get("num_tokens", 0))
+    return {"name": name, "is_all": is_all, **sums, **text}
 
 
 def _text_statistics(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any]:
     """Return the size of texts in UTF-8, and percentiles of document lengths, up to 12 % too high."""
     num_bytes = sum(each.num_bytes for each in texts)
-    of_length: Counter[int] = Counter()
+    documents_of_length: Counter[int] = Counter()
     for each in texts:
-        of_length.update({int(low): documents for low, (documents, _) in each.lengths.items()})
+        for low, (num_documents, _) in each.lengths.items():
+            documents_of_length[int(low)] += num_documents
     bytes_per_token = round(num_bytes / num_tokens, 3) if num_tokens else None
     numbers: dict[str, Any] = {"text_bytes": num_bytes, "bytes_per_token": bytes_per_token}
-    lows = sorted(of_length)
-    num_up_to = list(itertools.accumulate(of_length[low] for low in lows))
-    for share in (50, 90, 99):
-        place = bisect.bisect_left(num_up_to, share / 100 * sum(of_length.values()))
-        numbers[f"length_p{share}"] = longest_of(lows[place]) if lows else None
+    lows = sorted(documents_of_length)
+    num_up_to = list(itertools.accumulate(documents_of_length[low] for low in lows))
+    for percent in (50, 90, 99):
+        length = None
+        if lows:
+            place = bisect.bisect_left(num_up_to, percent / 100 * num_up_to[-1])
+            length = longest_of(lows[place])
+        numbers[f"length_p{percent}"] = length
     return numbers
 
 
@@ -185,6 +290,7 @@ def _per_shard(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, 
 
 
 def _work(state: DatasetState) -> dict[str, Any]:
+    """Return when the shards were made, on which nodes, and at what cost."""
     made = [manifest.run for manifest in state.made.done.values()]
     if not made:
         return {}
@@ -215,35 +321,37 @@ def write_chat_template() -> None:
     Path("NEW.jinja").write_text(need_plan(DataFolder(Path(sys.argv[1]))).options.chat_template, "utf-8")
 
 
-def _how_to_repeat(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
+def _recipe(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> Recipe:
     """Return the commands that make the same data set again, and the versions that made this one.
 
     The commands use the tokenizer and the chat template that are stored in the data set.
     """
-    command = ["shardprep", "plan", "--input_dir", os.path.abspath(plan.input_dir), "--output_dir", "NEW"]  # noqa: PTH100
-    command += ["--model_id", str(folder / TOKENIZER_DIR)]
+    input_dir = os.path.abspath(plan.input_dir)  # noqa: PTH100 - Path's may raise
+    plan_again = ["shardprep", "plan", "--input_dir", input_dir, "--output_dir", "NEW"]
+    plan_again += ["--model_id", str(folder / TOKENIZER_DIR)]
     if not is_one_file_a_shard(plan):
-        command += ["--num_shards", str(plan.num_shards)]
-    command += flags_of(plan.options)
+        plan_again += ["--num_shards", str(plan.num_shards)]
+    plan_again += flags_of(plan.options)
     if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
-        command += ["--max_bad_fraction", str(plan.max_bad_fraction)]
-    command += ["--hash_inputs"] if plan.cuts[0].sha256 else []
+        plan_again += ["--max_bad_fraction", str(plan.max_bad_fraction)]
+    if plan.cuts[0].sha256:
+        plan_again.append("--hash_inputs")
     commands = []
     if plan.options.chat_template:
         commands.append(shlex.join(python_command("slurm.report:write_chat_template", str(folder))))
-        command += ["--chat_template_file", "NEW.jinja"]
-    commands += [shlex.join(command), "shardprep run NEW", "shardprep verify NEW"]
-    versions: dict[str, Counter[str]] = {}
+        plan_again += ["--chat_template_file", "NEW.jinja"]
+    commands += [shlex.join(plan_again), "shardprep run NEW", "shardprep verify NEW"]
+    versions: dict[str, Counter[str]] = defaultdict(Counter)
     for manifest in manifests:
-        for name in ("shardprep", "engine", "python"):
-            versions.setdefault(name, Counter())[getattr(manifest.run, name)[:80] or "?"] += 1
-        for name, version in manifest.run.libraries.items():  # of --transform
-            versions.setdefault(name[:80], Counter())[version[:80] or "?"] += 1
-    return {
-        "commands": commands,
-        "transform_sha256": plan.options.transform_sha256,
-        "versions": {name: dict(sorted(found.items())) for name, found in versions.items()},
-    }
+        run = manifest.run
+        used = {"shardprep": run.shardprep, "engine": run.engine, "python": run.python, **run.libraries}
+        for name, version in used.items():
+            versions[name[:80]][version[:80] or "?"] += 1
+    return Recipe(
+        commands=commands,
+        transform_sha256=plan.options.transform_sha256,
+        versions={name: dict(sorted(numbers.items())) for name, numbers in versions.items()},
+    )
 
 
 def _without_secrets(value: Any) -> Any:
@@ -267,9 +375,7 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: (
-            console.printable(value) if type(value) is str else "-" if value is None else value
-        ),
+        finalize=_cell,
     )
     templates.filters.update(
         num="{:,}".format,
@@ -283,6 +389,12 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         log_share=_log_share,
     )
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return "-"
+    return console.printable(value) if type(value) is str else value
 
 
 def _short_ids(ids: str) -> str:

@@ -64,7 +64,8 @@ class JobRequest:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 < value <= _MAX_NUMBER:
                 raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MAX_NUMBER}")
-            if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
+            found = re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value) if isinstance(value, str) else None
+            if found:
                 expected = f"a value without {found[0]!r}, which a job script cannot contain"
                 raise UsageError.of_value(f"--{name}", value[:200], expected)
         if self.num_cpus is None and self.cpus_per_task != "node":
@@ -136,9 +137,11 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
         value: Any = text
         such_as = ""
         if name == "time_min":
-            value, such_as = minutes_of(text), "60 or 2:00:00"
+            value = minutes_of(text)
+            such_as = "60 or 2:00:00"
         elif name in MEMORY_FIELDS:
-            value, such_as = (megabytes_of(text) or 0) / 1024, "4000 or 4G"
+            value = (megabytes_of(text) or 0) / 1024
+            such_as = "4000 or 4G"
         if not value:
             expected = f"a value such as {such_as}; unset it, or give the flag --{name} too"
             raise UsageError.of_value(variable, text[:60], expected)

@@ -23,7 +23,7 @@ from slurm.controller import finish, submit_controller, why_not_verified
 from slurm.fit import Site, more_memory, more_time
 from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
 from slurm.request import JobRequest, SendOptions, request_of, with_variables
-from slurm.send import Groups, send_groups
+from slurm.send import Group, send_groups
 from slurm.state import DatasetState, Shard, find_state
 from slurm.status import wait_for_jobs
 
@@ -45,8 +45,8 @@ def _retry(folder: Path, options: SendOptions, changes: dict[str, Any]) -> int:
     plan = need_plan(DataFolder(folder))
     find = partial(find_state, folder, plan, needs_slurm=not options.dry_run)
     state = ask_patiently(find) if options.until_done else find()  # no person is there to ask again
-    site = Site(state, is_needed=not options.dry_run)
-    groups = shards_to_retry(options, state, changes, site)
+    site = Site(state.queue.config, is_needed=not options.dry_run)
+    groups = _groups_to_retry(options, state, changes, site)
     if options.until_done and not options.dry_run:
         request = _base_request(state, changes)
         if not groups and not state.ids("running", "pending"):
@@ -67,18 +67,21 @@ def _retry(folder: Path, options: SendOptions, changes: dict[str, Any]) -> int:
     return ReadWriteError.exit_code if num_left else 0
 
 
-def shards_to_retry(options: SendOptions, state: DatasetState, changes: dict[str, Any], site: Site) -> Groups:
+def _groups_to_retry(
+    options: SendOptions, state: DatasetState, changes: dict[str, Any], site: Site
+) -> list[Group]:
     """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
-    shard_ids = chosen_shards(state.plan.num_shards, options.shards)
-    check_queue(state, shard_ids)
+    wanted = chosen_shards(state.plan.num_shards, options.shards)
+    check_queue(state, wanted)
     if not state.is_tried and state.ids("not submitted", "not visible"):
         remedy = commands.submit(state.folder)
         raise NotFound(path=state.folder, found="nothing was submitted yet", remedy=remedy)
-    wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
-    is_named = options.round is None and (shard_ids is not None or options.until_done)
+    is_named = options.round is None and (wanted is not None or options.until_done)
     again = []
-    for shard in wanted:
+    for shard in state.shards:
+        if wanted is not None and shard.shard_id not in wanted:
+            continue
         why = why_not_retried(shard, changes, is_named=is_named)
         if why:
             remedy = remedy_of(shard.cause or "")
@@ -99,7 +102,7 @@ def shards_to_retry(options: SendOptions, state: DatasetState, changes: dict[str
         say(f"{shards_text(id_ranges(noted))}: {note}")
     for request in groups:
         check_folder(state.folder, request)
-    return list(groups.items())
+    return [Group(request=request, shard_ids=ids) for request, ids in groups.items()]
 
 
 def _base_request(state: DatasetState, changes: dict[str, Any]) -> JobRequest:

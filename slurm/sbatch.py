@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
 
-from slurm.commands import SlurmAway, megabytes_of, minutes_of, run_slurm
+from slurm.commands import SlurmAway, megabytes_of, minutes_of, run_slurm, slurm_answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmittedJob:
+    """A job as ``scontrol show job`` shows it after its submission."""
+
+    job_id: str
+    name: str
+    user: str
+    submit_time: str  # in UTC
+    mem_mb: int | None  # of a task; None: no limit
+    time_min: int | None
 
 
 def submit_script(script: str, *options: str) -> str:
@@ -16,8 +28,9 @@ def submit_script(script: str, *options: str) -> str:
     try:
         said = run_slurm("sbatch", "--parsable", *options, text=script).stdout
         last = said.strip().rpartition("\n")[2].strip()
-        if found := re.fullmatch(r"([0-9]{1,10})(?:;\S+)?", last):  # ID, or ID;CLUSTER
-            return found[1]
+        match = re.fullmatch(r"([0-9]{1,10})(?:;\S+)?", last)  # ID, or ID;CLUSTER
+        if match:
+            return match[1]
         why = f"sbatch answered {last[:80]!r}"
     except SlurmAway as error:
         why = str(error.found)
@@ -26,20 +39,25 @@ def submit_script(script: str, *options: str) -> str:
     raise SlurmAway(found=why, expected=expected, remedy=f"squeue --me --name={name}")
 
 
-def parse_job(text: str) -> dict[str, Any]:
-    """Return the user and the JobArray fields from ``scontrol --oneliner show job``. Raises ValueError."""
-    named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
-    fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
-    values = dict(re.findall(fields, text))
-    mem_mb = megabytes_of(values.get("MinMemoryNode") or values.get("MinMemoryCPU") or "0")
-    if not named or mem_mb is None or "SubmitTime" not in values:
-        raise ValueError("no job name, user, submit time or memory")
-    if "MinMemoryCPU" in values:
-        mem_mb = int(mem_mb) * int(values.get("NumCPUs", "1").split("-")[0])
-    return {
-        "name": named[1],
-        "user": named[2],
-        "submit_time": values["SubmitTime"],
-        "mem_mb": int(mem_mb) or None,
-        "time_min": minutes_of(values.get("TimeLimit", "")),
-    }
+def show_job(job_id: str) -> SubmittedJob:
+    """Ask Slurm for a job. Raises as ``slurm_answer`` does."""
+
+    def parse(text: str) -> SubmittedJob:
+        named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
+        fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
+        values = dict(re.findall(fields, text))
+        mem_mb = megabytes_of(values.get("MinMemoryNode") or values.get("MinMemoryCPU") or "0")
+        if not named or mem_mb is None or "SubmitTime" not in values:
+            raise ValueError("no job name, user, submit time or memory")
+        if "MinMemoryCPU" in values:
+            mem_mb = int(mem_mb) * int(values.get("NumCPUs", "1").split("-")[0])
+        return SubmittedJob(
+            job_id=job_id,
+            name=named[1],
+            user=named[2],
+            submit_time=values["SubmitTime"],
+            mem_mb=int(mem_mb) or None,
+            time_min=minutes_of(values.get("TimeLimit", "")),
+        )
+
+    return slurm_answer(parse, "scontrol", "--oneliner", "show", "job", job_id)

@@ -34,7 +34,8 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
     """Render the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``."""
     array = f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}"
-    place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
+    place = shlex.quote(str(folder))
+    flags = shlex.join(shlex.split(request.worker_args))
     several = "*" if re.search(NUM_PROC, request.worker_args) else "*[-,]*"  # only `run` has this flag
     lines = [
         f"shardprep_folder={place}",
@@ -104,14 +105,16 @@ def _script(head: Sequence[str], request: JobRequest, body: Sequence[str]) -> st
         'echo "shardprep: node ${SLURMD_NODENAME:-}: $shardprep_what begins" >&2',
     ]
     text = "\n".join(lines) + "\n" + first + prep_array.partition(f"\n{first}")[2]
-    if found := re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE):
+    found = re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE)
+    if found:
         raise UsageError(found=repr(found[0]), expected="UTF-8 in a job script; rename the folder or file")
     return text
 
 
 def _quoted_for_sbatch(option: str) -> str:
     """Quote an option for an #SBATCH line, where quotes cannot be joined as in a shell. Raises UsageError."""
-    if found := re.search(r"[\x00-\x1f\x7f]", option):
+    found = re.search(r"[\x00-\x1f\x7f]", option)
+    if found:
         expected = f"no {found[0]!r}, which is not possible in an #SBATCH line; rename the folder"
         raise UsageError(found=repr(option), expected=expected)
     if not re.search(r"[\s'\"#\\]", option):

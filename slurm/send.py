@@ -16,6 +16,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,11 @@ from shardprep.errors import ShardprepError
 from shardprep.format import commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
-from shardprep.format.jobs import JobArray, Submission
+from shardprep.format.jobs import JobArray, SentJob, Submission
 from shardprep.format.names import id_ranges
 from slurm.checks import warn_of_whole_nodes
-from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, run_slurm, slurm_answer
-from slurm.controller import CONTROLLER_TEXT, controller_script, other_controllers, record_controller
+from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, run_slurm
+from slurm.controller import CONTROLLER_TEXT, controller_job, other_controllers, record_controller
 from slurm.fit import (
     CONTROLLER_JOB,
     TASKS,
@@ -36,18 +37,15 @@ from slurm.fit import (
     Site,
     Tester,
     check_request,
-    controller_request,
     verify_request,
 )
 from slurm.limits import Limits
 from slurm.queue import VERIFY, job_name_prefix
 from slurm.request import JobRequest, SendOptions
-from slurm.sbatch import parse_job, submit_script
+from slurm.sbatch import SubmittedJob, show_job, submit_script
 from slurm.scripts import array_script, tasks_of_shards, verify_script
 from slurm.state import DatasetState
 from slurm.status import wait_for_jobs
-
-Groups = list[tuple[JobRequest, list[int]]]  # shards to send, grouped by the request of their tasks
 
 # Slurm's messages for more jobs than MaxArraySize, a QOS or an account allows. A QOS that forbids the size or
 # time of a job gives the same message, and mostly names its limit before.
@@ -55,126 +53,178 @@ _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|
 _TOO_LARGE = re.compile(r"(QOS|Assoc)\w*(PerJob|PerNode|MaxWall|NotSatisfied)")
 
 
-def _send_held(
-    options: SendOptions, state: DatasetState, groups: Groups, max_tasks: int, site: Site
-) -> tuple[Submission, str] | None:
-    """Submit all jobs held, and return the written record and the controller's job id ("" without one).
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Shards to send whose tasks have the same request."""
 
-    Each array has at most ``max_tasks`` tasks. --dry_run prints the scripts and returns None. If a step
-    before the record fails, the submitted jobs are cancelled. Raises ReadWriteError, SlurmRefused, SlurmAway.
+    request: JobRequest
+    shard_ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Array:
+    """A job array that would be sent."""
+
+    request: JobRequest
+    tasks: list[str]  # task i makes the shards tasks[i], such as 17 or 0-5
+    script: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Jobs:
+    """Everything that would be sent: arrays, the verify job behind them, and the controller."""
+
+    arrays: list[_Array]
+    verify_script: str
+    controller_script: str | None  # with --until_done
+    cluster: str
+
+    def scripts(self) -> list[str]:
+        """Return all scripts in the order of submission."""
+        last = [] if self.controller_script is None else [self.controller_script]
+        return [*(array.script for array in self.arrays), self.verify_script, *last]
+
+
+def _render(
+    options: SendOptions, state: DatasetState, groups: Sequence[Group], max_tasks: int, site: Site
+) -> _Jobs:
+    """Render all scripts, and check every request. Each array has at most ``max_tasks`` tasks.
+
+    A group that is refused is left out with a message, if others are not. Raises SlurmRefused.
     """
-    folder, request = state.folder, groups[0][0]
-    name = f"{job_name_prefix(folder, state.plan.plan_id)}{state.next_number}"
-    input_bytes = sum(state.plan.shard_bytes())
+    name = f"{job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}"
     tester = Tester()
-    rendered: list[tuple[JobRequest, list[str], str]] = []  # (request, tasks, script)
+    arrays: list[_Array] = []
     refusals: list[SlurmRefused] = []
-    limits = Limits()
-    for group_request, shard_ids in groups:
-        limits = site.limits(group_request)
-        num_allowed = min(max_tasks, limits.max_array_size or max_tasks)
-        per_task = options.shards_per_task
-        if group_request.num_cpus is None and per_task is None:
-            per_task = limits.max_cpus  # a process on each of the node's CPUs
-        tasks = tasks_of_shards(shard_ids, num_allowed, per_task)
-        script = array_script(folder, name, tasks, group_request)
+    for group in groups:
+        limits = site.limits(group.request)
+        array = _render_array(options, state, group, name, max_tasks, limits)
         try:
-            check_request(group_request, limits, TASKS)
+            check_request(group.request, limits, TASKS)
             if limits.cluster:
-                tester.check(TASKS, group_request, script, limits)
+                tester.check(TASKS, group.request, array.script, limits)
         except SlurmRefused as error:
             # Shards of other causes are sent nevertheless.
             if len(groups) == 1 or (max_tasks > 1 and _is_too_many(error)):
                 raise
-            say(f"left out: {shards_text(id_ranges(shard_ids))}: {error}")
+            say(f"left out: {shards_text(id_ranges(group.shard_ids))}: {error}")
             refusals.append(error)
-            continue
-        rendered.append((group_request, tasks, script))
-    if not rendered:
+        else:
+            arrays.append(array)
+    if not arrays:
         raise refusals[0]
+
+    request = arrays[0].request
+    limits = site.limits(request)
     # The controller notifies at the very end, so the verify job does not.
     quiet = request.changed(notify=None) if options.until_done else request
-    verify = verify_request(quiet, limits, input_bytes)
-    scripts = [script for _, _, script in rendered]
-    scripts.append(verify_script(folder, name + VERIFY, state.plan.num_shards, verify))
-    if options.until_done:
-        scripts.append(controller_script(options, state, request, limits))
+    verify = verify_request(quiet, limits, sum(state.plan.shard_bytes()))
+    script = verify_script(state.folder, name + VERIFY, state.plan.num_shards, verify)
     if limits.cluster:
-        tester.check(VERIFY_JOB, verify, scripts[len(rendered)], limits)
-        if options.until_done:
-            tester.check(
-                CONTROLLER_JOB, controller_request(request, limits, input_bytes), scripts[-1], limits
-            )
-    if options.dry_run:
-        print_lines(*_summary_lines(rendered, len(scripts)), *"\n".join(scripts).split("\n"))
-        return None
+        tester.check(VERIFY_JOB, verify, script, limits)
+    last = None
+    if options.until_done:
+        small, last = controller_job(options, state, request, limits)
+        if limits.cluster:
+            tester.check(CONTROLLER_JOB, small, last, limits)
+    return _Jobs(arrays=arrays, verify_script=script, controller_script=last, cluster=limits.cluster)
 
-    DataFolder(folder).make_subfolder(LOGS_FOLDER)
+
+def _render_array(
+    options: SendOptions, state: DatasetState, group: Group, name: str, max_tasks: int, limits: Limits
+) -> _Array:
+    num_allowed = min(max_tasks, limits.max_array_size or max_tasks)
+    per_task = options.shards_per_task
+    if per_task is None and group.request.num_cpus is None:
+        per_task = limits.max_cpus  # a process on each of the node's CPUs
+    tasks = tasks_of_shards(group.shard_ids, num_allowed, per_task)
+    script = array_script(state.folder, name, tasks, group.request)
+    return _Array(request=group.request, tasks=tasks, script=script)
+
+
+def _send_held(options: SendOptions, state: DatasetState, jobs: _Jobs) -> tuple[Submission, str]:
+    """Submit all jobs held, and return the written record and the controller's job id ("" without one).
+
+    If a step before the record fails, the submitted jobs are cancelled. Raises ReadWriteError, SlurmRefused,
+    SlurmAway.
+    """
+    folder = DataFolder(state.folder)
+    folder.make_subfolder(LOGS_FOLDER)
     job_ids: list[str] = []
 
-    def submit_held(script: str, *options: str) -> dict[str, Any]:
-        job_ids.append(submit_script(script, "--hold", *options))
-        return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
+    def submit_held(script: str, *words: str) -> SubmittedJob:
+        job_ids.append(submit_script(script, "--hold", *words))
+        return show_job(job_ids[-1])
 
     try:
         arrays = []
-        for group_request, tasks, script in rendered:
-            shown = submit_held(script)
-            del shown["user"]
-            values = dataclasses.asdict(group_request)
-            arrays.append(JobArray(job_id=job_ids[-1], request=values, tasks=tasks, **shown))
+        for array in jobs.arrays:
+            shown = submit_held(array.script)
+            sent = JobArray(
+                job_id=shown.job_id,
+                name=shown.name,
+                submit_time=shown.submit_time,
+                request=dataclasses.asdict(array.request),
+                tasks=array.tasks,
+                mem_mb=shown.mem_mb,
+                time_min=shown.time_min,
+            )
+            arrays.append(sent)
         # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
         after = [*job_ids, *state.jobs_that_make_shards()]
-        shown = submit_held(scripts[len(arrays)], f"--dependency=afterany:{':'.join(after)}")
-        facts = {name: shown[name] for name in ("name", "submit_time")}
+        shown = submit_held(jobs.verify_script, f"--dependency=afterany:{':'.join(after)}")
         submission = Submission(
             number=state.next_number,
             plan_id=state.plan.plan_id,
-            cluster=limits.cluster,
-            user=shown["user"],
+            cluster=jobs.cluster,
+            user=shown.user,
             submitted=round(time.time(), 3),
             arrays=arrays,
-            verify=job_files.SentJob(job_id=job_ids[-1], **facts),
-            identity=job_files.folder_identity(DataFolder(folder)),
+            verify=SentJob(job_id=shown.job_id, name=shown.name, submit_time=shown.submit_time),
+            identity=job_files.folder_identity(folder),
             is_typed=options.is_typed_retry,
         )
         controller = ""
-        if options.until_done:
+        if jobs.controller_script is not None:
             # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
-            controller = submit_script(scripts[-1], f"--dependency=afterany:{':'.join(job_ids)}")
+            controller = submit_script(jobs.controller_script, f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
-            record_controller(folder, controller)
-        job_files.publish_submission(DataFolder(folder), submission)
+            record_controller(state.folder, controller)
+        job_files.publish_submission(folder, submission)
     except BaseException:
         if job_ids:
             with contextlib.suppress(ShardprepError):
                 run_slurm("scancel", *job_ids)
         raise
     # Kept for people to read: Slurm deletes its own copies.
-    for job_id, script in zip(job_ids, scripts, strict=True):
+    for job_id, script in zip(job_ids, jobs.scripts(), strict=True):
         with contextlib.suppress(ShardprepError):
-            DataFolder(folder).publish(f"{JOBS_FOLDER}/{submission.number:04d}-{job_id}.sh", script.encode())
+            folder.publish(f"{JOBS_FOLDER}/{submission.number:04d}-{job_id}.sh", script.encode())
     return submission, controller
 
 
-def _summary_lines(rendered: Sequence[tuple[JobRequest, list[str], str]], num_jobs: int) -> list[str]:
+def _summary_lines(jobs: _Jobs) -> list[str]:
     """Return comments above the scripts of a dry run: jobs, tasks at once, and the most that they may use."""
-    lines = [f"# {counted(num_jobs, 'job')}, not submitted: arrays of tasks, then verify"]
-    for request, tasks, _ in rendered:
-        at_once = min(request.max_parallel, len(tasks))
-        words = [f"# {counted(len(tasks), 'task')}, {at_once} at once"]
-        size = "a whole node each" if request.num_cpus is None else f"{counted(request.num_cpus, 'CPU')} each"
-        words.append(size)
+    num_jobs = counted(len(jobs.scripts()), "job")
+    lines = [f"# {num_jobs}, not submitted: arrays of tasks, then verify"]
+    for array in jobs.arrays:
+        request = array.request
+        num_tasks = len(array.tasks)
+        at_once = min(request.max_parallel, num_tasks)
+        words = [f"# {counted(num_tasks, 'task')}, {at_once} at once"]
+        unit = "CPU"
+        if request.num_cpus is None:
+            unit = "node"
+            words.append("a whole node each")
+        else:
+            words.append(f"{counted(request.num_cpus, 'CPU')} each")
         if request.time_min is None:
             words.append("no time limit named")
         else:
-            unit = "node" if request.num_cpus is None else "CPU"
-            hours = len(tasks) * request.time_min * (request.num_cpus or 1) / 60
-            rounds = math.ceil(len(tasks) / at_once)
+            unit_hours = num_tasks * request.time_min * (request.num_cpus or 1) / 60
+            hours = math.ceil(num_tasks / at_once) * request.time_min / 60
             words.append(f"at most {request.time_min} min each")
-            words.append(
-                f"at most {hours:,.1f} {unit}-hours and {rounds * request.time_min / 60:,.1f} hours in all"
-            )
+            words.append(f"at most {unit_hours:,.1f} {unit}-hours and {hours:,.1f} hours in all")
         lines.append(", ".join(words))
     return lines
 
@@ -185,25 +235,46 @@ def _is_too_many(error: SlurmRefused) -> bool:
     return bool(_TOO_MANY.search(text)) and not _TOO_LARGE.search(text)
 
 
-def send_groups(options: SendOptions, state: DatasetState, groups: Groups, site: Site | None = None) -> int:
+def send_groups(
+    options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site | None = None
+) -> int:
     """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
-    site = site or Site(state, is_needed=not options.dry_run)
-    max_tasks = max(len(shard_ids) for _, shard_ids in groups)
-    warn_of_whole_nodes(groups[0][0], site)
+    site = site or Site(state.queue.config, is_needed=not options.dry_run)
+    warn_of_whole_nodes(groups[0].request, site)
+    send = partial(_send_or_show, options, state, groups, site)
+    # With --until_done no person is there to submit again.
+    sent = ask_patiently(send, only=SlurmFull) if options.until_done else send()
+    if sent is None:
+        return 0
+    submission, controller = sent
+    _release(state, submission)
+    _announce(options, state, submission, controller)
+    return wait_for_jobs(state.folder) if options.wait else 0
+
+
+def _send_or_show(
+    options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site
+) -> tuple[Submission, str] | None:
+    """Submit all jobs held, with half as many tasks as long as Slurm refuses their number.
+
+    Returns the record and the controller's job id. --dry_run prints the scripts and returns None.
+    """
+    max_tasks = max(len(group.shard_ids) for group in groups)
     while True:
-        send = partial(_send_held, options, state, groups, max_tasks, site)
         try:
-            # No person is there to submit again.
-            sent = ask_patiently(send, only=SlurmFull) if options.until_done else send()
-            break
+            jobs = _render(options, state, groups, max_tasks, site)
+            if options.dry_run:
+                print_lines(*_summary_lines(jobs), *"\n".join(jobs.scripts()).split("\n"))
+                return None
+            return _send_held(options, state, jobs)
         except SlurmRefused as error:
             if max_tasks == 1 or not _is_too_many(error):
                 raise
             max_tasks //= 2
-    if sent is None:
-        return 0
-    submission, controller = sent
-    # The jobs may begin only now that they are recorded. If slurmctld does not answer, it is asked again.
+
+
+def _release(state: DatasetState, submission: Submission) -> None:
+    """Let the jobs begin, now that they are recorded. If slurmctld does not answer, it is asked again."""
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
         for job in submission.jobs:  # one by one: a call with several ids may release only some of them
@@ -215,8 +286,6 @@ def send_groups(options: SendOptions, state: DatasetState, groups: Groups, site:
             advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = commands.on("status", state.folder)
         raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
-    _announce(options, state, submission, controller)
-    return wait_for_jobs(state.folder) if options.wait else 0
 
 
 def _announce(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
@@ -225,7 +294,8 @@ def _announce(options: SendOptions, state: DatasetState, submission: Submission,
     sent = set(itertools.chain(*shards_of.values()))
     causes = {}
     for cause, failed in state.failed_by_cause().items():
-        if again := sent.intersection(each.shard_id for each in failed):
+        again = sent.intersection(each.shard_id for each in failed)
+        if again:
             causes[cause] = id_ranges(again)
     facts: dict[str, Any] = {"jobs": [job.job_id for job in submission.jobs], "causes": causes}
     if controller:
@@ -239,7 +309,7 @@ def _announce(options: SendOptions, state: DatasetState, submission: Submission,
         ids = shards_of[array.job_id]
         tasks = counted(len(array.tasks), "task")
         if len(ids) > len(array.tasks):
-            tasks += f" of up to {-(-len(ids) // len(array.tasks))} shards"
+            tasks += f" of up to {math.ceil(len(ids) / len(array.tasks))} shards"
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import sleep
 
 from shardprep.errors import BrokenShard, ReadWriteError, UsageError
 from shardprep.format import jobs as job_files
@@ -33,7 +34,7 @@ from slurm.causes import (
     is_unexplained,
 )
 from slurm.commands import SlurmAway
-from slurm.queue import PLAIN, Job, Queue, StateName, find_queue
+from slurm.queue import ASK_AGAIN_S, PLAIN, Job, Queue, StateName, find_queue
 from slurm.request import JobRequest, request_of
 
 _PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
@@ -173,23 +174,43 @@ def find_state(
     If Slurm does not answer and ``needs_slurm`` is False, shards that may be in a job are ``not visible``.
     Shards done in an earlier state ``before`` are not read again. ``see`` is passed to ``find_made_shards``.
     """
-    identity, unreadable = job_files.folder_identity(DataFolder(folder)), list[str]()
+    state = _find_state(folder, plan, needs_slurm=needs_slurm, before=before, see=see)
+    if state.queue.is_empty and any(shard.without_record for shard in state.shards):
+        # A busy slurmctld may answer with nothing for a moment, and tasks that wait have no record.
+        sleep(ASK_AGAIN_S)
+        state = _find_state(folder, plan, needs_slurm=needs_slurm, before=state, see=see)
+    return state
+
+
+def _find_state(
+    folder: Path,
+    plan: Plan,
+    *,
+    needs_slurm: bool,
+    before: DatasetState | None,
+    see: Callable[[Manifest], None] | None,
+) -> DatasetState:
+    data_dir = DataFolder(folder)
+    identity = job_files.folder_identity(data_dir)
+    sent: list[Submission] = []
+    unreadable = []
     try:
-        sent = _read_submissions(DataFolder(folder))
+        sent = _read_submissions(data_dir)
     except ReadWriteError as error:
         if needs_slurm or "Permission denied" not in str(error):
             raise
-        sent, unreadable = [], [str(error)]
+        unreadable.append(str(error))
     submissions = [each for each in sent if each.identity == identity]
     copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
-    records = job_files.read_attempts(DataFolder(folder), plan.plan_id, identity)
+    records = job_files.read_attempts(data_dir, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
-    found, queue = None, Queue()
+    found = None
+    queue = Queue()
     asks_slurm = bool(sent or open_records)
     if not asks_slurm:  # tasks of plain sbatch may wait, unless all shards are done
-        found = find_made_shards(DataFolder(folder), plan.spec, known=known, see=see)
+        found = find_made_shards(data_dir, plan.spec, known=known, see=see)
         asks_slurm = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks_slurm:
         config = before.queue.config if before else {}
@@ -203,11 +224,11 @@ def find_state(
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
-    now = job_files.read_attempts(DataFolder(folder), plan.plan_id, identity)
+    now = job_files.read_attempts(data_dir, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
     if found is None or queue.jobs:
-        found = find_made_shards(DataFolder(folder), plan.spec, known=known, see=see)
+        found = find_made_shards(data_dir, plan.spec, known=known, see=see)
     _add_ends(records.own, queue, found)
 
     undone: StateName = "not visible" if records.unreadable else "not submitted"
@@ -221,7 +242,7 @@ def find_state(
         next_number=max((each.number for each in sent), default=-1) + 1,
         records=records,
         made=found,
-        is_verified=is_verified(DataFolder(folder), plan.spec, found),
+        is_verified=is_verified(data_dir, plan.spec, found),
         shards=shards,
         queue=queue,
     )
@@ -245,18 +266,23 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue, made: MadeShards) 
     """Add ends that only Slurm knows, from squeue for some minutes, and later from the end of the log."""
     tasks = queue.tasks()
     last_restart = _last_restarts(records, made)
-    for record in (each for each in records if not each.stopped_by):
+    for record in records:
+        if record.stopped_by:
+            continue
         job = _job_of(record, tasks)
         task = tasks.get(record.key)
         if task and not record.time_limit:  # a task that is killed cannot write it
             record.shown_limit = task.time_limit
-        stopped_by, ended = "", record.began
+        stopped_by = ""
+        ended = record.began
         if job and (job.state in CAUSE_OF_STATE or (job.state == CANCELLED and record.ended is None)):
-            stopped_by, ended = CAUSE_OF_STATE.get(job.state, CANCELLED), record.began + job.elapsed_s
+            stopped_by = CAUSE_OF_STATE.get(job.state, CANCELLED)
+            ended += job.elapsed_s
         elif is_unexplained(record) and record.log and not queue.away and not (job and job.is_live):
             stopped_by = cause_in_log(record, last_restart[record.key] - record.num_restarts)
         if not stopped_by and job and job.state == COMPLETED and job.exit_code == 0 and record.ended is None:
-            stopped_by, ended = NO_MANIFEST, record.began + job.elapsed_s
+            stopped_by = NO_MANIFEST
+            ended += job.elapsed_s
         if stopped_by:
             record.stopped_by = stopped_by
             record.ended = record.ended or ended
@@ -295,79 +321,9 @@ def _add_attempts(
     folder: Path,
 ) -> None:
     """Add the attempts at each shard that is not done, oldest first, and set its state by them."""
-    tasks = queue.tasks()
-    arrays = {array.job_id: (each, array) for each in submissions if each.is_own for array in each.arrays}
-    requests = {job_id: request_of(array) for job_id, (_, array) in arrays.items()}
-    submitted_at = {job.job_id: each.submitted for each in submissions for job in each.arrays}
-    found: list[Attempt] = []
-    for record in records:
-        job = _job_of(record, tasks)
-        # Order attempts by submission, because the clocks of nodes may differ.
-        submitted = submitted_at.get(record.job_id, record.began)
-        own_submission, array = arrays.get(record.job_id, (None, None)) if record.is_own else (None, None)
-        if own_submission:
-            submitted = own_submission.submitted
-        found.append(
-            Attempt(
-                state=_state_of_record(record, job, is_hidden=record.job_id in queue.hidden),
-                task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
-                shards=record.shards,
-                submitted=submitted,
-                log=record.log,
-                record=record,
-                job=job,
-                array=array,
-                request=requests[array.job_id] if array else None,
-                is_typed=own_submission is not None and own_submission.is_typed,
-                owner="" if record.is_own else record.owner,
-            )
-        )
-
-    # Tasks without a record wait, have just begun, or could not begin.
-    recorded = {record.key for record in records}
-    recorded_starts = {(*record.key, record.num_restarts) for record in records}
-
-    def has_record(job: Job | None, key: tuple[str, int]) -> bool:
-        if job and job.is_live:
-            return (*key, job.num_restarts) in recorded_starts
-        return key in recorded
-
-    for submission in submissions:
-        for array in submission.arrays:
-            for index, shard_ids in enumerate(array.shards_of_tasks()):
-                job = queue.jobs.get((submission.number, array.job_id, index))
-                if has_record(job, (array.job_id, index)):
-                    continue
-                task = f"{array.job_id}_{index}"
-                if job and (job.is_live or cause_of_job(job)):
-                    state = job.state_of_shards
-                elif job is None and array.job_id in queue.hidden:
-                    state = "not visible"
-                else:  # it ended without a record, and Slurm does not know why
-                    for shard_id in shard_ids:
-                        if shard_id < len(shards):
-                            shards[shard_id].without_record = task
-                    continue
-                found.append(
-                    Attempt(
-                        state=state,
-                        task=task,
-                        shards=shard_ids,
-                        submitted=submission.submitted,
-                        log=f"{folder}/{LOGS_FOLDER}/{task}.log",
-                        job=job,
-                        array=array if submission.is_own else None,
-                        request=requests.get(array.job_id),
-                        is_typed=submission.is_own and submission.is_typed,
-                        owner="" if submission.is_own else submission.user,
-                    )
-                )
-    for (number, job_id, index), job in queue.jobs.items():
-        if number == PLAIN and job.is_live and not has_record(job, job.key):
-            task, state = f"{job_id}_{index}", job.state_of_shards
-            found.append(Attempt(state=state, task=task, shards=[index], submitted=math.inf, job=job))
-
-    for attempt in sorted(found, key=lambda each: each.submitted):
+    attempts = _recorded_attempts(submissions, records, queue)
+    attempts += _attempts_without_record(shards, submissions, records, queue, folder)
+    for attempt in sorted(attempts, key=lambda each: each.submitted):
         for shard_id in attempt.shards:
             if shard_id < len(shards) and shards[shard_id].state != "done":
                 shards[shard_id].attempts.append(attempt)
@@ -376,6 +332,124 @@ def _add_attempts(
         shard.state = next((state for state in _PRECEDENCE if state in states), shard.state)
         if shard.state != "not submitted":
             shard.without_record = ""
+
+
+def _recorded_attempts(
+    submissions: Sequence[Submission], records: Sequence[AttemptRecord], queue: Queue
+) -> list[Attempt]:
+    """Return the attempts that left a record."""
+    tasks = queue.tasks()
+    own: dict[str, _OwnArray] = {}
+    submitted_at: dict[str, float] = {}
+    for each in submissions:
+        for sent in each.arrays:
+            submitted_at[sent.job_id] = each.submitted
+            if each.is_own:
+                own[sent.job_id] = _OwnArray.of(each, sent)
+    attempts = []
+    for record in records:
+        job = _job_of(record, tasks)
+        array = own.get(record.job_id) if record.is_own else None
+        # Order attempts by submission, because the clocks of nodes may differ.
+        submitted = array.submitted if array else submitted_at.get(record.job_id, record.began)
+        attempt = Attempt(
+            state=_state_of_record(record, job, is_hidden=record.job_id in queue.hidden),
+            task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
+            shards=record.shards,
+            submitted=submitted,
+            log=record.log,
+            record=record,
+            job=job,
+            array=array.array if array else None,
+            request=array.request if array else None,
+            is_typed=array is not None and array.is_typed,
+            owner="" if record.is_own else record.owner,
+        )
+        attempts.append(attempt)
+    return attempts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnArray:
+    """A job array that this user submitted."""
+
+    array: JobArray
+    request: JobRequest
+    submitted: float
+    is_typed: bool
+
+    @staticmethod
+    def of(submission: Submission, array: JobArray) -> _OwnArray:
+        return _OwnArray(
+            array=array,
+            request=request_of(array),
+            submitted=submission.submitted,
+            is_typed=submission.is_typed,
+        )
+
+
+def _attempts_without_record(
+    shards: Sequence[Shard],
+    submissions: Sequence[Submission],
+    records: Sequence[AttemptRecord],
+    queue: Queue,
+    folder: Path,
+) -> list[Attempt]:
+    """Return the attempts of tasks that wait, have just begun, or could not begin.
+
+    Where a task ended without a record and Slurm does not know why, its shards get ``without_record``.
+    """
+    recorded = {record.key for record in records}
+    recorded_starts = {(*record.key, record.num_restarts) for record in records}
+
+    def has_record(job: Job | None, key: tuple[str, int]) -> bool:
+        if job and job.is_live:
+            return (*key, job.num_restarts) in recorded_starts
+        return key in recorded
+
+    attempts = []
+    for submission in submissions:
+        for array in submission.arrays:
+            request = request_of(array) if submission.is_own else None
+            for index, shard_ids in enumerate(array.shards_of_tasks()):
+                job = queue.jobs.get((submission.number, array.job_id, index))
+                if has_record(job, (array.job_id, index)):
+                    continue
+                task = f"{array.job_id}_{index}"
+                state: StateName
+                if job and (job.is_live or cause_of_job(job)):
+                    state = job.state_of_shards
+                elif job is None and array.job_id in queue.hidden:
+                    state = "not visible"
+                else:
+                    for shard_id in shard_ids:
+                        if shard_id < len(shards):
+                            shards[shard_id].without_record = task
+                    continue
+                attempt = Attempt(
+                    state=state,
+                    task=task,
+                    shards=shard_ids,
+                    submitted=submission.submitted,
+                    log=f"{folder}/{LOGS_FOLDER}/{task}.log",
+                    job=job,
+                    array=array if submission.is_own else None,
+                    request=request,
+                    is_typed=submission.is_own and submission.is_typed,
+                    owner="" if submission.is_own else submission.user,
+                )
+                attempts.append(attempt)
+    for (number, job_id, index), job in queue.jobs.items():
+        if number == PLAIN and job.is_live and not has_record(job, job.key):
+            attempt = Attempt(
+                state=job.state_of_shards,
+                task=f"{job_id}_{index}",
+                shards=[index],
+                submitted=math.inf,
+                job=job,
+            )
+            attempts.append(attempt)
+    return attempts
 
 
 def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool) -> StateName:

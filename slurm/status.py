@@ -9,6 +9,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from shardprep import console
 from shardprep.console import print_lines
 from shardprep.errors import ReadWriteError
@@ -17,7 +19,7 @@ from shardprep.format.plan import need_plan
 from slurm.commands import ask_patiently
 from slurm.reasons import meaning_of, reasons_of
 from slurm.state import DatasetState, find_state
-from slurm.status_data import status_data
+from slurm.status_data import status_of
 from slurm.status_text import status_lines
 
 POLL_S = 5.0
@@ -29,8 +31,8 @@ def status(folder: Path, *, watches: bool, is_json: bool) -> int:
     state = None
     while True:
         state = find_state(folder, plan, needs_slurm=False, before=state)
-        data = status_data(state)
-        lines = [json.dumps(data)] if is_json else status_lines(data)
+        shown = status_of(state)
+        lines = [json.dumps(msgspec.to_builtins(shown))] if is_json else status_lines(shown)
         is_hidden = state.queue.away and state.ids("not visible")
         is_active = state.live_job_ids() or state.ids("running") or is_hidden  # ``run`` alone also counts
         if watches and not is_json and sys.stdout.isatty():
@@ -48,7 +50,8 @@ def wait_for_jobs(folder: Path) -> int:
     """Show progress until all jobs have ended or wait for a person. Return 0 if the data set is verified."""
     plan = need_plan(DataFolder(folder))
     state: DatasetState | None = None
-    sizes, done = plan.shard_bytes(), set[int]()
+    sizes = plan.shard_bytes()
+    done: set[int] = set()
     progress = console.Progress(f"{plan.num_shards} shards", sum(sizes))
     while True:
         state = ask_patiently(partial(find_state, folder, plan, before=state))
@@ -58,7 +61,7 @@ def wait_for_jobs(folder: Path) -> int:
         if not state.jobs_to_wait_for() or _needs_a_person(state):
             break
         time.sleep(POLL_S)
-    print_lines(*status_lines(status_data(state)))
+    print_lines(*status_lines(status_of(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
 
 

@@ -1,4 +1,4 @@
-"""The facts that ``status`` prints."""
+"""The facts about a data set between plan and verify, as ``status`` shows them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.jobs import read_events, user_name
-from shardprep.format.manifest import sum_of_sources
+from shardprep.format.jobs import AttemptRecord, read_events, user_name
+from shardprep.format.manifest import Manifest, sum_of_sources
 from shardprep.format.names import id_ranges
 from slurm.causes import BAD_INPUT, NODE_FAIL, VANISHED, cause_of_record, last_lines, log_tail, remedy_of
 from slurm.own import why_not_retried
-from slurm.queue import StateName
+from slurm.queue import Job, StateName
 from slurm.reasons import meaning_of
 from slurm.state import DatasetState, Shard
 
@@ -31,64 +32,177 @@ _CONTROLLER_EVENTS = {"submit", "retry", "cancel", "finished", "stopped"}
 MAX_FAILURES = 8  # shown with the last lines of their logs
 
 
-def status_data(state: DatasetState) -> dict[str, Any]:
-    """Return everything that ``status`` prints as plain data, described in docs/json.md."""
-    failed = [shard for shard in state.shards if shard.state == "failed"]
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A reason for which shards wait, or are suspended."""
+
+    reason: str  # Slurm's
+    means: str
+    to_type: str  # a command, if a person must act
+    starts: str  # when Slurm expects the first start, in local time, or ""
+    shards: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The last attempt at a failed shard."""
+
+    task: str
+    node: str
+    log: str
+    ended: float  # seconds since 1970, 0 if unknown
+    shard: int
+    cause: str | None
+    message: str  # of the worker, or ""
+    owner: str  # the user of the task, if that is another one
+    num_attempts: int
+    last_lines: list[str]  # of the log, for the newest few
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Everything that ``status`` prints: the fields of ``status --json``, see docs/json.md.
+
+    Shards are written as ranges, such as ``0-2,5``.
+    """
+
+    format: str = "shardprep-status"
+    version: int = STATUS_VERSION
+    folder: str
+    num_shards: int
+    # Each shard is in one of these.
+    done: str
+    running: str
+    pending: str
+    failed: str
+    not_submitted: str
+    not_visible: str
+    num_done: int
+    num_running: int
+    num_pending: int
+    num_failed: int
+    num_not_submitted: int
+    num_not_visible: int
+    # Failures.
+    causes: dict[str, str]  # cause -> shards
+    remedies: dict[str, str]  # cause -> what to do
+    can_retry: str  # what ``retry`` without flags sends
+    not_begun: str  # of not_submitted: their task ended before it began
+    failures: list[Failure]
+    restarts: dict[str, int]  # how an attempt ended, after which Slurm started the task again -> tasks
+    unexplained: str  # a sacct command for tasks whose end is in no record, or ""
+    # Files.
+    other_plan: str
+    broken: dict[str, str]  # shard -> what its files lack
+    wrong: str
+    findings: dict[str, str]  # shard -> what verify found
+    verify_trouble: str  # why the newest verify job did not verify, or ""
+    verified: bool
+    can_write: bool
+    accepting_args: str  # worker_args that accept all shards of bad input, or ""
+    unreadable: list[str]
+    # Jobs.
+    has_slurm: bool
+    has_jobs: bool
+    waits_for: list[Wait]
+    unrecorded_jobs: list[str]
+    foreign_jobs: list[str]
+    controller_jobs: list[str]
+    controller_lost: str
+    slurm_away: str  # why Slurm did not answer, or ""
+    why_not_visible: str
+    history: list[dict[str, Any]]  # events, see shardprep/format/jobs.py
+    # Amounts.
+    sources: dict[str, dict[str, int]]  # source -> its counts
+    num_tokens: int
+    tokens_per_s: int | None  # since the newest submission
+    left_s: int | None  # until queued shards are made
+
+
+def status_of(state: DatasetState) -> Status:
+    """Return everything that ``status`` prints about a state."""
+    ids: dict[str, list[int]] = {name: [] for name in get_args(StateName)}
+    for shard in state.shards:
+        ids[shard.state].append(shard.shard_id)
+    failed = [state.shards[shard_id] for shard_id in ids["failed"]]
     by_cause = state.failed_by_cause()
-    queue, history = state.queue, read_events(DataFolder(state.folder))
+    queue = state.queue
+    history = read_events(DataFolder(state.folder))
     waits = _waits_for(state)
-    sources = sum_of_sources(each.counts.sources for each in state.made.done.values())
-    return {
-        "format": "shardprep-status",
-        "version": STATUS_VERSION,
-        "folder": str(state.folder),
-        "num_shards": state.plan.num_shards,
-        **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in get_args(StateName)},
-        **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in get_args(StateName)},
-        "causes": {cause: id_ranges(each.shard_id for each in shards) for cause, shards in by_cause.items()},
-        "remedies": {cause: remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not why_not_retried(each, {})),
-        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
-        "failures": _failures(failed),
-        "restarts": _restarts(state),
-        "unexplained": _unexplained(state),
-        "other_plan": id_ranges(state.made.other_plan),
-        "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
-        "wrong": id_ranges(state.made.wrong),
-        "findings": {str(number): each.message for number, each in state.made.wrong.items()},
-        "verify_trouble": _verify_trouble(state),
-        "verified": state.is_verified,
-        "can_write": os.access(state.folder, os.W_OK),
-        "accepting_args": _accepting_args(state),
-        "unreadable": state.records.unreadable,
-        "has_slurm": shutil.which("sbatch") is not None,
-        "has_jobs": bool(state.submissions or any(each.job_id for each in state.records.own)),
-        "waits_for": waits,
-        "unrecorded_jobs": queue.unrecorded,
-        "foreign_jobs": queue.foreign,
-        "controller_jobs": queue.controllers,
-        "controller_lost": _lost_controller(state, history),
-        "slurm_away": queue.away,
-        "why_not_visible": state.why_not_visible(),
-        "history": history,
-        "sources": {name: source.to_dict() for name, source in sources.items()},
-        **_progress(state, waits),
-    }
+    made = list(state.made.done.values())
+    sources = sum_of_sources(each.counts.sources for each in made)
+    tokens_per_s, left_s = _speed(state, waits)
+    return Status(
+        folder=str(state.folder),
+        num_shards=state.plan.num_shards,
+        done=id_ranges(ids["done"]),
+        running=id_ranges(ids["running"]),
+        pending=id_ranges(ids["pending"]),
+        failed=id_ranges(ids["failed"]),
+        not_submitted=id_ranges(ids["not submitted"]),
+        not_visible=id_ranges(ids["not visible"]),
+        num_done=len(ids["done"]),
+        num_running=len(ids["running"]),
+        num_pending=len(ids["pending"]),
+        num_failed=len(ids["failed"]),
+        num_not_submitted=len(ids["not submitted"]),
+        num_not_visible=len(ids["not visible"]),
+        causes={cause: id_ranges(each.shard_id for each in shards) for cause, shards in by_cause.items()},
+        remedies={cause: remedy_of(cause) for cause in by_cause},
+        can_retry=id_ranges(each.shard_id for each in failed if not why_not_retried(each, {})),
+        not_begun=id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
+        failures=_failures(failed),
+        restarts=_restarts(state),
+        unexplained=_unexplained(state),
+        other_plan=id_ranges(state.made.other_plan),
+        broken={str(shard_id): why for shard_id, why in state.made.broken.items()},
+        wrong=id_ranges(state.made.wrong),
+        findings={str(number): each.message for number, each in state.made.wrong.items()},
+        verify_trouble=_verify_trouble(state),
+        verified=state.is_verified,
+        can_write=os.access(state.folder, os.W_OK),
+        accepting_args=_accepting_args(by_cause.get(BAD_INPUT, [])),
+        unreadable=state.records.unreadable,
+        has_slurm=shutil.which("sbatch") is not None,
+        has_jobs=bool(state.submissions or any(each.job_id for each in state.records.own)),
+        waits_for=waits,
+        unrecorded_jobs=queue.unrecorded,
+        foreign_jobs=queue.foreign,
+        controller_jobs=queue.controllers,
+        controller_lost=_lost_controller(state, history),
+        slurm_away=queue.away,
+        why_not_visible=state.why_not_visible(),
+        history=history,
+        sources={name: source.to_dict() for name, source in sources.items()},
+        num_tokens=sum(each.counts.num_tokens for each in made),
+        tokens_per_s=tokens_per_s,
+        left_s=left_s,
+    )
 
 
-def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
+def _failures(failed: Sequence[Shard]) -> list[Failure]:
     """Return the last attempt at each failed shard. The newest few include the end of their log."""
-    newest = newest_failures(failed, lambda shard: shard.attempts[-1].ended)
+    newest = {id(shard) for shard in newest_failures(failed, lambda shard: shard.attempts[-1].ended)}
     failures = []
     for shard in failed:
-        last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
-        facts = {name: getattr(last, name) for name in ("task", "node", "log", "ended")}
-        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message, "owner": last.owner}
-        facts["num_attempts"] = sum(attempt.state == "failed" for attempt in shard.attempts)
-        facts["last_lines"] = [message] if message else []
-        if not message and last.log and shard in newest:
-            facts["last_lines"] = last_lines(log_tail(Path(last.log)))
-        failures.append(facts)
+        last = shard.attempts[-1]
+        message = last.message(shard.shard_id)
+        lines = [message] if message else []
+        if not message and last.log and id(shard) in newest:
+            lines = last_lines(log_tail(Path(last.log)))
+        failure = Failure(
+            task=last.task,
+            node=last.node,
+            log=last.log,
+            ended=last.ended,
+            shard=shard.shard_id,
+            cause=shard.cause,
+            message=message,
+            owner=last.owner,
+            num_attempts=sum(attempt.state == "failed" for attempt in shard.attempts),
+            last_lines=lines,
+        )
+        failures.append(failure)
     return failures
 
 
@@ -100,24 +214,37 @@ def newest_failures(failed: Sequence[T], ended: Callable[[T], float]) -> list[T]
 
 def _restarts(state: DatasetState) -> dict[str, int]:
     """Count the attempts after which Slurm started the task again, by how they ended."""
-    own = [each for each in state.records.own if each.job_id and each.shards]
-    last = {each.key: each for each in own}
-    found: Counter[str] = Counter()
-    for each in own:
+    attempts = [each for each in state.records.own if each.job_id and each.shards]
+    last = {each.key: each for each in attempts}
+    restarts: Counter[str] = Counter()
+    for each in attempts:
         # A later attempt has a record, or it made the shards and removed its record.
-        was_made = all(it and it.run.job_id == each.job_id for it in map(state.made.done.get, each.shards))
-        if last[each.key] is not each or was_made:
-            cause = cause_of_record(each, each.shards[0])
-            found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
-    return dict(found)
+        if last[each.key] is each and not _was_made_by_its_job(each, state.made.done):
+            continue
+        cause = cause_of_record(each, each.shards[0])
+        restarts[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
+    return dict(restarts)
+
+
+def _was_made_by_its_job(attempt: AttemptRecord, done: Mapping[int, Manifest]) -> bool:
+    """Return whether a later start of the task made all shards of an attempt."""
+    for shard_id in attempt.shards:
+        manifest = done.get(shard_id)
+        if manifest is None or manifest.run.job_id != attempt.job_id:
+            return False
+    return True
 
 
 def _unexplained(state: DatasetState) -> str:
     """Return a sacct command for tasks whose end is not in any record, or ""."""
-    tasks = {shard.without_record for shard in state.shards if shard.without_record}
+    tasks = set()
     for shard in state.shards:
-        if shard.cause == VANISHED and (record := shard.attempts[-1].record) and record.job_id:
-            tasks.add(shard.attempts[-1].task)
+        if shard.without_record:
+            tasks.add(shard.without_record)
+        elif shard.state == "failed" and shard.cause == VANISHED:
+            last = shard.attempts[-1]
+            if last.record and last.record.job_id:
+                tasks.add(last.task)
     if not tasks:
         return ""
     listed = shlex.quote(",".join(sorted(tasks)[:MAX_FAILURES]))
@@ -128,23 +255,25 @@ def _verify_trouble(state: DatasetState) -> str:
     """Return why the newest verify job did not verify the data set or never will, or ""."""
     if not state.submissions or state.is_verified or state.queue.away:
         return ""
-    last = state.submissions[-1]
-    job = state.queue.jobs.get((last.number, last.verify.job_id, 0))
-    if job and job.is_live:
-        means, action = meaning_of(job.reason) if job.is_waiting else ("", "")
+    newest = state.submissions[-1]
+    job = state.queue.jobs.get((newest.number, newest.verify.job_id, 0))
+    if job and job.is_waiting:
+        means, action = meaning_of(job.reason)
         return f"waits for {job.reason}: {means}" if action else ""
+    if job and job.is_live:
+        return ""
     for record in state.records.own:
-        if record.job_id == last.verify.job_id:
+        if record.job_id == newest.verify.job_id:
             return f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
     return ""
 
 
-def _accepting_args(state: DatasetState) -> str:
-    """Return worker_args with a --max_bad_fraction that accepts all failed shards of bad input, or ""."""
-    failed = state.failed_by_cause().get(BAD_INPUT, [])
+def _accepting_args(failed: Sequence[Shard]) -> str:
+    """Return worker_args with a --max_bad_fraction that accepts all these shards of bad input, or ""."""
     needed: list[float] = []
     for shard in failed:
-        needed += map(float, re.findall(_NEEDED_BAD_FRACTION, shard.attempts[-1].message(shard.shard_id)))
+        message = shard.attempts[-1].message(shard.shard_id)
+        needed += map(float, re.findall(_NEEDED_BAD_FRACTION, message))
     if not needed or max(needed) >= 1:
         return ""  # the input is bad in another way, or nothing would be left
     request = failed[0].attempts[-1].request
@@ -152,67 +281,80 @@ def _accepting_args(state: DatasetState) -> str:
     return f"{args} --max_bad_fraction {max(needed):g}".strip()
 
 
-def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
+def _waits_for(state: DatasetState) -> list[Wait]:
     """Return the reasons for which jobs wait, their meaning, and the command to type if one is needed."""
     shards_of: dict[str, list[int]] = {}
     for shard in state.shards:
-        if shard.state in ("pending", "running"):
-            job = next((each.job for each in shard.attempts if each.state == shard.state and each.job), None)
-            if job and job.waits_for:
-                shards_of.setdefault(job.waits_for, []).append(shard.shard_id)
+        job = _job_of(shard) if shard.state in ("pending", "running") else None
+        if job and job.waits_for:
+            shards_of.setdefault(job.waits_for, []).append(shard.shard_id)
     waits = []
     for reason, shard_ids in shards_of.items():
         means, action = meaning_of(reason)
         jobs = [job for job in state.queue.jobs.values() if job.waits_for == reason]
-        ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
-        # If a person must act first, the start that Slurm expects does not matter.
-        starts = "" if action else min((job.start_time for job in jobs if job.start_time), default="")
-        cancel = commands.on("cancel", state.folder)
-        to_type = {"release": f"scontrol release {ids}", "cancel": cancel}.get(action, "")
-        facts = {"reason": reason, "means": means, "to_type": to_type, "starts": starts}
-        waits.append({**facts, "shards": id_ranges(shard_ids)})
+        starts = ""
+        to_type = ""
+        if action == "release":
+            ids = sorted({job.job_id for job in jobs}, key=int)
+            to_type = f"scontrol release {','.join(ids)}"
+        elif action == "cancel":
+            to_type = commands.on("cancel", state.folder)
+        elif not action:  # if a person must act first, the start that Slurm expects does not matter
+            starts = min((job.start_time for job in jobs if job.start_time), default="")
+        waits.append(
+            Wait(reason=reason, means=means, to_type=to_type, starts=starts, shards=id_ranges(shard_ids))
+        )
     return waits
+
+
+def _job_of(shard: Shard) -> Job | None:
+    """Return the job by which a shard has its state."""
+    for attempt in shard.attempts:
+        if attempt.state == shard.state and attempt.job:
+            return attempt.job
+    return None
 
 
 def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> str:
     """Return the id of a controller that is gone without an event that says why, or ""."""
     events = [each for each in history if each["event"] in _CONTROLLER_EVENTS and not each.get("shards")]
-    last = events[-1] if events else {}
-    if not state.submissions or state.queue.away or last.get("user") != user_name():
+    if not events or not state.submissions or state.queue.away:
+        return ""
+    last = events[-1]
+    if last.get("user") != user_name():
         return ""  # the event is of the folder that this one was copied from, or of another user
     job_id = str(last.get("controller", ""))
     return "" if job_id in state.queue.controllers else job_id
 
 
-def _progress(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens, tokens per second since the newest submission, and the time left by input bytes."""
-    made = list(state.made.done.values())
-    num_tokens = sum(each.counts.num_tokens for each in made)
-    numbers: dict[str, Any] = {"num_tokens": num_tokens, "tokens_per_s": None, "left_s": None}
-    since, recent = 0.0, made
+def _speed(state: DatasetState, waits: Sequence[Wait]) -> tuple[int | None, int | None]:
+    """Return tokens per second since the newest submission, and the seconds left by input bytes."""
+    recent = list(state.made.done.values())
+    since = 0.0
     if state.submissions:
         newest = state.submissions[-1]
-        since, own = newest.submitted, {array.job_id for array in newest.arrays}
-        recent = [each for each in made if each.run.job_id in own or each.run.began >= since]
+        since = newest.submitted
+        job_ids = {array.job_id for array in newest.arrays}
+        recent = [each for each in recent if each.run.job_id in job_ids or each.run.began >= since]
     if not recent:
-        return numbers
+        return None, None
     queued = state.ids("running", "pending")
     until = time.time() if queued else max(each.run.ended for each in recent)
-    took_s = max(until - (since or min(each.run.began for each in recent)), 1e-3)
-    numbers["tokens_per_s"] = round(sum(each.counts.num_tokens for each in recent) / took_s)
+    since = since or min(each.run.began for each in recent)
+    took_s = max(until - since, 1e-3)
+    tokens_per_s = round(sum(each.counts.num_tokens for each in recent) / took_s)
 
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
-    is_stuck = not running or any(meaning_of(each["reason"])[1] for each in waits)
+    is_stuck = not running or any(meaning_of(each.reason)[1] for each in waits)
     # If a task takes much longer than any before, no estimate is possible.
     is_late = max(running, default=0) > 30 + 2 * max(each.run.wall_s for each in recent)
     num_bytes = sum(each.counts.input_bytes for each in recent)
     if is_stuck or is_late or not num_bytes:
-        return numbers
+        return tokens_per_s, None
     sizes = state.plan.shard_bytes()  # reads the whole table of the plan
-    left_s = [round(sum(sizes[shard_id] for shard_id in queued) * took_s / num_bytes)]
+    left_s = round(sum(sizes[shard_id] for shard_id in queued) * took_s / num_bytes)
     for each in waits:  # shards are not made before their job starts
-        if each["starts"]:
-            starts = time.mktime(time.strptime(each["starts"], "%Y-%m-%dT%H:%M:%S"))
-            left_s.append(round(starts - time.time()))
-    numbers["left_s"] = max(left_s)
-    return numbers
+        if each.starts:
+            starts = time.mktime(time.strptime(each.starts, "%Y-%m-%dT%H:%M:%S"))
+            left_s = max(left_s, round(starts - time.time()))
+    return tokens_per_s, left_s

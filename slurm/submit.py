@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from slurm.checks import check_folder, check_queue
 from slurm.commands import REQUEST_VARIABLES, SlurmMissing
 from slurm.controller import submit_controller
 from slurm.request import JobRequest, SendOptions, with_variables
-from slurm.send import send_groups
+from slurm.send import Group, send_groups
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
 
@@ -29,7 +29,7 @@ def submit(folder: Path, options: SendOptions, flags: Mapping[str, Any]) -> int:
     try:
         state, missing = _missing_shards(folder, options, request)
         if missing:
-            return send_groups(options, state, [(request, missing)])
+            return send_groups(options, state, [Group(request=request, shard_ids=missing)])
     except SlurmMissing as error:
         error.remedy = commands.run(folder)
         raise
@@ -55,20 +55,28 @@ def _missing_shards(
     missing = state.ids("failed", "not submitted")
     not_visible = state.ids("not visible")
     if wanted is not None or state.queue.away:
-        missing, not_visible = sorted([*missing, *not_visible]), []
-    if not_visible:
+        missing = sorted([*missing, *not_visible])
+    elif not_visible:
         why = state.why_not_visible()
         ids = id_ranges(not_visible)
         say(f"left out: {shards_text(ids)} may be running ({why}); if not: --shards {ids}")
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
-    if missing and not lustre.why_not_usable(state.folder):
-        # Estimate the size of the tars from that of finished ones.
-        done, sizes = state.made.done.values(), plan.shard_bytes()
-        num_bytes = sum(sizes[shard_id] for shard_id in missing)
-        if input_bytes := sum(each.counts.input_bytes for each in done):
-            num_bytes = round(num_bytes * sum(each.tar.num_bytes for each in done) / input_bytes)
-        need = lustre.Need(num_bytes=num_bytes, num_shards=len(missing))
-        for line in lustre.space_lines(state.folder, need):
-            say(line)
+    if missing:
+        _say_what_space_is_left(state, missing)
     return state, missing
+
+
+def _say_what_space_is_left(state: DatasetState, missing: Sequence[int]) -> None:
+    """Print what missing shards need and what is left, on Lustre. Tars are estimated by finished ones."""
+    if lustre.why_not_usable(state.folder):
+        return
+    done = state.made.done.values()
+    sizes = state.plan.shard_bytes()
+    num_bytes = sum(sizes[shard_id] for shard_id in missing)
+    input_bytes = sum(each.counts.input_bytes for each in done)
+    if input_bytes:
+        num_bytes = round(num_bytes * sum(each.tar.num_bytes for each in done) / input_bytes)
+    need = lustre.Need(num_bytes=num_bytes, num_shards=len(missing))
+    for line in lustre.space_lines(state.folder, need):
+        say(line)

@@ -118,8 +118,8 @@ class Desk:
     def at_waits(self, call: Callable[[float], object]) -> None:
         """Make commands call this instead of sleeping between two looks, or two calls of Slurm."""
         self.patch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))
-        self.patch.setattr("slurm.commands.sleep", call)
-        self.patch.setattr("slurm.queue.sleep", call)
+        for module in ("commands", "queue", "state"):
+            self.patch.setattr(f"slurm.{module}.sleep", call)
 
     def slurm(self, name: str, *words: object, code: int = 0, **environ: Any) -> str:
         """Run ``shardprep NAME DATA WORDS``, assert its exit code, and return its output."""

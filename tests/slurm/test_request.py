@@ -63,6 +63,13 @@ def test_verify_and_controller_ask_for_no_more_time_than_is_allowed(
     assert "at most --time_min 5" in refusal
 
 
+@pytest.mark.parametrize("args", ["-qshort", "--qos=short --comment=a"])
+def test_limits_are_those_of_a_qos_in_sbatch_args_too(desk: Desk, args: str) -> None:
+    site(desk)
+    flags = ("--time_min", 6, "--cpus_per_task", 2, "--sbatch_args", args)
+    assert "QOS short" in desk.slurm("submit", *flags, code=2)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [("--mem_gb 3 --cpus_per_task 2", "--mem_gb 3"),

@@ -758,6 +758,33 @@ def test_an_empty_answer_of_squeue_is_asked_for_once_more_while_tasks_should_run
     assert not (desk.data / "jobs" / "attempts" / "1_0.r0").read_text().count("end")
 
 
+def test_an_empty_answer_is_asked_for_once_more_while_tasks_should_wait(desk: Desk) -> None:
+    """Tasks that wait have no record yet. Where all shards have a record, squeue is asked once."""
+    desk.submitted()
+    desk.at_waits(lambda _: None)
+    waits = squeue_line("0-4", "PENDING", "Priority").strip()
+    desk.answers_by("squeue", f"[[ -e PLACE/asked ]] && echo {shlex.quote(waits)}; touch PLACE/asked")
+    desk.slurm("submit")
+    assert not desk.sent()
+    assert desk.status()["pending"] == "0-4"
+    desk.queue()
+    desk.answers_by("squeue", "REAL")
+    for index in range(5):
+        desk.record(f"1_{index}", ended(74))
+    before = len(desk.calls("squeue"))
+    assert desk.status()["failed"] == "0-4"
+    assert len(desk.calls("squeue")) == before + 1
+
+
+def test_a_job_that_a_person_named_like_ours_is_still_known_by_its_id(desk: Desk) -> None:
+    desk.submitted()
+    desk.queue(squeue_line("0-4", "RUNNING", name="shardprep-mine"))
+    assert desk.status()["running"] == "0-4"
+    other = "shardprep-0123456789ab-77.3f2a91-0"
+    desk.queue(squeue_line("0-4", "RUNNING", name=other))
+    assert desk.status()["running"] == "", "Slurm gave the id again, to a job of another data set"
+
+
 def test_a_held_task_among_waiting_ones_is_named_with_the_command_that_releases_it(desk: Desk) -> None:
     desk.submitted()
     desk.queue(squeue_line("0-4", "PENDING", "JobArrayTaskLimit,JobHeldUser"))

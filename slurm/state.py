@@ -175,8 +175,9 @@ def find_state(
     Shards done in an earlier state ``before`` are not read again. ``see`` is passed to ``find_made_shards``.
     """
     state = _find_state(folder, plan, needs_slurm=needs_slurm, before=before, see=see)
-    if state.queue.is_empty and any(shard.without_record for shard in state.shards):
-        # A busy slurmctld may answer with nothing for a moment, and tasks that wait have no record.
+    if needs_slurm and state.queue.is_empty and any(shard.without_record for shard in state.shards):
+        # A busy slurmctld may answer with nothing for a moment. Tasks that wait have no record, and a command
+        # that acts would send their shards again.
         sleep(ASK_AGAIN_S)
         state = _find_state(folder, plan, needs_slurm=needs_slurm, before=state, see=see)
     return state

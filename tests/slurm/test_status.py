@@ -758,22 +758,21 @@ def test_an_empty_answer_of_squeue_is_asked_for_once_more_while_tasks_should_run
     assert not (desk.data / "jobs" / "attempts" / "1_0.r0").read_text().count("end")
 
 
-def test_an_empty_answer_is_asked_for_once_more_while_tasks_should_wait(desk: Desk) -> None:
-    """Tasks that wait have no record yet. Where all shards have a record, squeue is asked once."""
+def test_an_empty_answer_is_asked_for_once_more_before_waiting_tasks_are_sent_again(desk: Desk) -> None:
+    """Tasks that wait have no record yet. status, and shards that have a record, need no second look."""
     desk.submitted()
     desk.at_waits(lambda _: None)
     waits = squeue_line("0-4", "PENDING", "Priority").strip()
     desk.answers_by("squeue", f"[[ -e PLACE/asked ]] && echo {shlex.quote(waits)}; touch PLACE/asked")
     desk.slurm("submit")
     assert not desk.sent()
-    assert desk.status()["pending"] == "0-4"
     desk.queue()
     desk.answers_by("squeue", "REAL")
+    desk.status()
     for index in range(5):
         desk.record(f"1_{index}", ended(74))
-    before = len(desk.calls("squeue"))
-    assert desk.status()["failed"] == "0-4"
-    assert len(desk.calls("squeue")) == before + 1
+    desk.slurm("submit")
+    assert len(desk.calls("squeue")) == 2
 
 
 def test_a_job_that_a_person_named_like_ours_is_still_known_by_its_id(desk: Desk) -> None:

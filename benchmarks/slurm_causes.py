@@ -5,8 +5,9 @@
 Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed while
 its Python goes on, DATA/jobs is emptied, and the folder of the logs is full. This prints a table of what was
 done, what status said, and whether it is right. Then one ``retry`` makes the missing shards, and these are
-compared with those of an undisturbed run. Two terminals submit another data set of forty shards at once, at
-MaxArraySize 7; while it runs, slurmctld is killed three times. The exit code is 1 if anything is wrong.
+compared with those of an undisturbed run. A QOS and a partition limit the time, a controller is renamed, and
+a task is requeued by hand. Two terminals submit another data set of forty shards at once, at MaxArraySize 7;
+while it runs, slurmctld is killed three times. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ CONF = """MaxArraySize=7
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdTimeout=60
+AccountingStorageEnforce=limits,qos
 PartitionName=main Nodes=n[1-2] MaxTime=INFINITE
+PartitionName=brief Nodes=n[1-2] MaxTime=1
 PartitionName=lost Nodes=n3 MaxTime=INFINITE
 PartitionName=low Nodes=n4 MaxTime=INFINITE
 PartitionName=grace Nodes=n5 PreemptMode=CANCEL GraceTime=20 MaxTime=INFINITE
@@ -111,6 +114,11 @@ def main() -> int:
         disturb(site, data)
         done_before = stamps(data)
         look(site, data)
+        asked = site.slurm("retry", data, "--shards", 1, "--partition", "brief", "--dry_run")
+        times = re.findall(r"^#SBATCH --time=(\d+)$", asked, re.MULTILINE)
+        site.row(
+            "`retry` after a time limit, in a partition with MaxTime 1", f"--time={times}", times == ["1"] * 2
+        )
         flags = ("--mem_gb", 1, "--time_min", 5, "--partition", "main", "--sbatch_args", "--exclude=n3")
         site.slurm("retry", data, *flags, "--wait")
         state = site.status(data)
@@ -121,6 +129,7 @@ def main() -> int:
         num_kept = len(done_before.items() & stamps(data).items())
         done_again = f"{num_kept} of {len(done_before)} are the same files"
         site.row("the tars that were done before the retry", done_again, num_kept == len(done_before))
+        rules_of_a_site(site)
         purged_records(site)
         full_log_folder(site)
         forty_shards(site)
@@ -159,7 +168,7 @@ def make_inputs(site: Site, *folders: Path) -> None:
         text = "".join(f"{number}번째 파일의 {line}번째 줄. Line {line}.\n" for line in range(300))
         (raw / f"{number}.txt").write_text(text)
     site.prep("train_tokenizer", "--input_dir", raw, "--vocab_size", 600, "--output_dir", model)
-    for folder in (*folders, site.folder / "purged", site.folder / "full"):
+    for folder in (*folders, *(site.folder / name for name in ("limited", "purged", "full"))):
         site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", model)
 
 
@@ -297,6 +306,37 @@ def controllers_killed(site: Site, data: Path) -> None:
     )
     num_kept = len(made.items() & stamps(data).items())
     site.row("what was made before", f"{num_kept} of {len(made)} are the same files", num_kept == len(made))
+
+
+def rules_of_a_site(site: Site) -> None:
+    """Rename a controller, requeue a task, and submit with a QOS that allows just the tasks' time."""
+    data = site.folder / "limited"
+    (site.folder / "faults" / "go").unlink(missing_ok=True)
+    site.arm("wait", 0)
+    usual = ("--mem_gb", 0.5, "--time_min", 5, "--until_done")
+    job = site.submit(data, "0", "main", *usual)
+    wait_until(lambda: site.happened("waits-0"))
+    (controller,) = site.status(data)["controller_jobs"]
+    site.run("scontrol", "update", f"jobid={controller}", "name=mine")
+    seen = site.status(data)["controller_jobs"]
+    site.run("scontrol", "requeue", f"{job}_0")
+    wait_until(lambda: site.status(data)["done"] == "0")
+    restarts = list(site.status(data)["restarts"])
+    site.row(
+        "`scontrol requeue`, then made", ", ".join(restarts), restarts == ["requeued (scontrol requeue)"]
+    )
+    site.slurm("cancel", data)
+    left = site.run("squeue", "--noheader", f"--jobs={controller}", "--states=PENDING,RUNNING", check=False)
+    was_cancelled = seen == [controller] and not left.strip()
+    site.row("a renamed controller, and `cancel`", "cancelled" if was_cancelled else left, was_cancelled)
+
+    site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxWall=5")
+    site.submit(data, "1-9", "main", *usual)
+    wait_until(lambda: not site.status(data)["controller_jobs"])
+    site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxWall=-1")
+    is_verified = site.status(data)["verified"]
+    said = "verified" if is_verified else site.slurm("status", data).splitlines()[-1]
+    site.row("MaxWall of the QOS as long as the tasks' limit, --until_done", said, is_verified)
 
 
 def purged_records(site: Site) -> None:

@@ -33,6 +33,8 @@ from shardprep.format.shard_samples import ShardSamples
 
 _SETTINGS = "export.json"  # the mark of the folder
 _STREAM = "train.bin"  # of nanoGPT
+_MEGATRON_HEAD = struct.Struct("<9sQBQQ")  # of an .idx, see Megatron
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 _WRITTEN = re.compile(
     r"export\.json|data_args\.txt|train\.bin|dataset_info\.json|state\.json"
     r"|shard-[0-9]{5}(_document\.(bin|idx)|\.bin\.partial)|data-[0-9]{5}-of-[0-9]{5}\.arrow"
@@ -102,7 +104,7 @@ class WholeDocuments:
 
 
 class ExportLayout:
-    """The files that another tool reads. A shard is done once all its files exist."""
+    """The files that another tool reads. A shard is done once all its files exist, and none was cut."""
 
     last_name = ""  # of a shard's last file, with ``number`` of the shard and ``num_shards``
     has_documents = True  # each in one piece; else rows as they are
@@ -118,7 +120,11 @@ class ExportLayout:
         ]
 
     def is_done(self, shard_id: int) -> bool:
-        return self.folder.size_of(self.last_names[shard_id]) is not None
+        return self.folder.size_of(self.last_names[shard_id]) == self.ids_bytes(shard_id)
+
+    def ids_bytes(self, shard_id: int) -> int:
+        """Return the size of a shard's ids."""
+        return self.num_tokens[shard_id] * self.dtype.itemsize
 
     def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
         """Yield the name of each file of a shard, and its bytes in pieces. ``name`` is the last one's."""
@@ -154,8 +160,14 @@ class Megatron(ExportLayout):
     last_name, two_bytes_below = "shard-{number:05d}_document.idx", 65_500
 
     def is_done(self, shard_id: int) -> bool:
-        ids_bytes = self.num_tokens[shard_id] * self.dtype.itemsize
-        return super().is_done(shard_id) and self.folder.size_of(self._bin_name(shard_id)) == ids_bytes
+        if self.folder.size_of(self._bin_name(shard_id)) != self.ids_bytes(shard_id):
+            return False
+        name = self.last_names[shard_id]
+        head = self.folder.read_beginning(name, _MEGATRON_HEAD.size)
+        if len(head) != _MEGATRON_HEAD.size:
+            return False
+        *_, num, num_ends = _MEGATRON_HEAD.unpack(head)
+        return self.folder.size_of(name) == len(head) + 12 * num + 8 * num_ends
 
     def _bin_name(self, shard_id: int) -> str:
         return self.last_names[shard_id].removesuffix(".idx") + ".bin"
@@ -165,7 +177,7 @@ class Megatron(ExportLayout):
         size, lengths = self.dtype.itemsize, samples.documents
         code, num = (8 if size == 2 else 4), len(lengths)
         offsets = (np.cumsum(lengths) - lengths) * size
-        head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1)
+        head = _MEGATRON_HEAD.pack(b"MMIDIDX\x00\x00", 1, code, num, num + 1)
         arrays = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(num + 1, dtype="<i8"))
         yield name, (head, *(array.tobytes() for array in arrays))
 
@@ -223,6 +235,14 @@ class HuggingFace(ExportLayout):
 
     last_name, has_documents = "data-{number:05d}-of-{num_shards:05d}.arrow", False
 
+    def is_done(self, shard_id: int) -> bool:
+        name = self.last_names[shard_id]
+        size = self.folder.size_of(name)
+        if size is None or size < len(_ARROW_END):
+            return False
+        with files.errors_named(self.folder.path_of(name)), self.folder.open(name) as file:
+            return file.read_beginning(size - len(_ARROW_END), len(_ARROW_END)) == _ARROW_END
+
     def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
         yield name, self._stream(samples)
 
@@ -241,7 +261,7 @@ class HuggingFace(ExportLayout):
             lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.int32)))
             yield pa.record_batch([lists], schema=schema).serialize().to_pybytes()
             first = stop - 1
-        yield b"\xff\xff\xff\xff\0\0\0\0"  # the end of an Arrow stream
+        yield _ARROW_END
 
     def finish(self) -> str:
         features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}

@@ -233,6 +233,34 @@ def test_datasets_and_megatron_core_read_the_exports(worlds: Worlds, tmp_path: P
     assert list(ids) == stream_of(worlds["documents"])
 
 
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [
+        ("megatron", "shard-00001_document.idx"),
+        ("megatron", "shard-00001_document.bin"),
+        ("hf", "data-00001-of-00003.arrow"),
+    ],
+)
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_an_export_writes_a_file_again_that_was_cut(
+    worlds: Worlds, tmp_path: Path, to: str, name: str, share: float
+) -> None:
+    out = exported(worlds["packed"], to, tmp_path / "out")
+    whole = (out / name).read_bytes()
+    os.truncate(out / name, int(len(whole) * share))
+    exported(worlds["packed"], to, out)
+    assert (out / name).read_bytes() == whole
+
+
+def test_an_export_to_one_stream_writes_its_parts_again_that_were_cut(worlds: Worlds, tmp_path: Path) -> None:
+    out = exported(worlds["packed"], "nanogpt", tmp_path / "out")
+    whole = (out / "train.bin").read_bytes()
+    (out / "train.bin").unlink()
+    (out / "shard-00001.bin.partial").touch()
+    exported(worlds["packed"], "nanogpt", out)
+    assert (out / "train.bin").read_bytes() == whole
+
+
 def test_two_equal_exports_at_the_same_time_both_succeed(
     worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

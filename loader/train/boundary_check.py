@@ -89,10 +89,15 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
     is_distributed = dist.is_available() and dist.is_initialized()
     inner = unwrapped(model)
     is_real = numbers >= 0
-    most = torch.stack([numbers.max() + 1, ids.max()])  # documents, and the largest id
+    most = torch.stack(
+        [numbers.max() + 1, ids.max(), -ids.min()]
+    )  # documents, and the largest and smallest id
     if is_distributed:  # all ranks make equally many passes, or raise together
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    num_documents, largest_id = most.tolist()
+    num_documents, largest_id, minus_smallest_id = most.tolist()
+    if minus_smallest_id > 0:
+        found = f"id {-minus_smallest_id} in input_ids"
+        raise UsageError(found=found, expected="ids of tokens; only labels have -100")
     _check_vocabulary(inner, largest_id)
     if not has_two and not is_distributed:
         return _ONE_DOCUMENT

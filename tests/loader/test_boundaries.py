@@ -242,6 +242,10 @@ def test_advice_names_what_the_batch_or_the_model_lacks() -> None:
     model = small_model("llama", "sdpa")
     with refuses(UsageError, found="id 399", remedy="resize_token_embeddings"):
         check_boundaries(model, {**row_of(SHORT), "input_ids": torch.full((1, sum(SHORT)), 399)})
+    each = row_of(SHORT)
+    each["input_ids"][0, 3] = -100  # padding of labels, in the wrong field
+    with refuses(UsageError, found="id -100"):
+        check_boundaries(model, each)
 
 
 class OwnModel(nn.Module):

@@ -26,6 +26,7 @@ from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import kept_ids
 from shardprep.format.idx import read_idx, samples_containing
+from shardprep.format.inputs import input_kind, name_of_input, place_text
 from shardprep.format.manifest import manifest_ids, read_manifest, side_file_lines
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from shardprep.format.shard_samples import ShardSamples
@@ -172,7 +173,7 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
         place = (paths.index(name), int(offset))
         # In other inputs a place is a decompressed byte or a row, whose number the plan does not have.
         num_bytes = plan.inputs[place[0]].num_bytes
-        if names.input_kind(name).is_in_bytes and place[1] >= num_bytes:
+        if input_kind(name).is_in_bytes and place[1] >= num_bytes:
             raise NotFound(path=name, found=place[1], expected=f"bytes 0 to {num_bytes - 1}")
     inputs_of = {
         number: [byte_range.input_number for byte_range in plan.shard(number).ranges] for number in made
@@ -181,7 +182,7 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
     for shard_id in shards:  # the document may have been left out
         entry = _left_out_at(folder, shard_id, name, place[1])
         if entry is not None:
-            size = "" if names.input_kind(name).unit == "row" else f", {entry.num_bytes} bytes"
+            size = "" if input_kind(name).unit == "row" else f", {entry.num_bytes} bytes"
             why = f"{entry.reason}{size}: {entry.detail[:_DETAIL_CHARS]}"
             print_lines(f"{name}:{place[1]} was left out of shard {shard_id:05d} as {why}")
             return
@@ -253,11 +254,11 @@ def _print_sample(
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
     counts = read_manifest(samples.folder, samples.shard_id).counts
     num_train = counts.num_samples - counts.held_out.num_samples
-    path = names.name_of_input([item.path for item in plan.inputs], int(record["input_number"]))
+    path = name_of_input([item.path for item in plan.inputs], int(record["input_number"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""
     place = "begins in the document at " if begins_inside else "from "
-    place += names.place_text(path, int(record["input_offset"]))
+    place += place_text(path, int(record["input_offset"]))
     head = f"{names.shard_name(samples.shard_id)} {name} {number}"
     print_lines(f"{head}: {num_tokens} tokens{labels}{side}, {place}")
     for position, text in enumerate(documents):

@@ -29,7 +29,7 @@ from shardprep.console import Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.foreign_tokenizer import LLAMA3_REGEX
-from shardprep.format.names import place_text
+from shardprep.format.inputs import place_text
 from shardprep.format.plan_options import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would slow down every merge

@@ -38,6 +38,7 @@ from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.done import Check, Finding
 from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.index import merge_manifests
+from shardprep.format.inputs import input_kind
 from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
@@ -324,9 +325,9 @@ def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> IdxRecords:
         )
         # Rows, and bytes of decompressed text, cannot be compared with the file's bytes in the plan.
         first, stop = (begin.input_number, begin.byte), (end.input_number, end.byte)
-        if begin.byte and not names.input_kind(plan.inputs[begin.input_number].path).is_in_bytes:
+        if begin.byte and not input_kind(plan.inputs[begin.input_number].path).is_in_bytes:
             first = (begin.input_number, 0)
-        if end.byte and not names.input_kind(plan.inputs[end.input_number].path).is_in_bytes:
+        if end.byte and not input_kind(plan.inputs[end.input_number].path).is_in_bytes:
             stop = (end.input_number + 1, 0)
         if not in_order or min(places) < first or max(places) >= stop:
             raise errors.BrokenShard(f"{name} names sources outside of its part of the plan")

@@ -23,6 +23,7 @@ from shardprep.files import NOT_THERE, ReadFile
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import IdxRecords, read_idx
+from shardprep.format.inputs import name_of_input, place_text
 from shardprep.format.plan import read_input_names, read_plan
 
 SplitName = Literal["train", "validation"]
@@ -169,8 +170,8 @@ class ShardSet:
             address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
             with contextlib.suppress(NotFound, *NOT_THERE):  # a copy may lack its idx or its plan
                 record = _cached_idx(data.folder, data.spec, shard_id)[sample]
-                name_of = names.name_of_input(_cached_input_names(data.folder), int(record["input_number"]))
-                place = names.place_text(name_of, int(record["input_offset"]))
+                name_of = name_of_input(_cached_input_names(data.folder), int(record["input_number"]))
+                place = place_text(name_of, int(record["input_offset"]))
         tar = data.path_of(row)
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 

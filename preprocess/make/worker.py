@@ -40,6 +40,7 @@ from shardprep.errors import BadInput, CannotWrite, ReadWriteError
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
+from shardprep.format.inputs import place_text
 from shardprep.format.manifest import Manifest, RunFacts
 from shardprep.format.plan import Plan, PlannedShard, need_plan
 from shardprep.format.plan_options import EngineName
@@ -228,7 +229,7 @@ class Worker:
         message = (
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}. The first is "
-            f"{names.place_text(bad[0].input, bad[0].input_offset)}: {bad[0].detail}. To see them, run: "
+            f"{place_text(bad[0].input, bad[0].input_offset)}: {bad[0].detail}. To see them, run: "
             f"{remedy}. {advice}"
         )
         fields = {"found": found, "expected": expected, "advice": advice, "remedy": remedy}

@@ -46,7 +46,8 @@ from preprocess.read.inputs import OpenInput
 from preprocess.read.transform import Transform
 from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
-from shardprep.format.names import MAX_SHARDS, input_kind, known_input_kind, known_suffixes
+from shardprep.format.inputs import input_kind, known_input_kind, known_suffixes
+from shardprep.format.names import MAX_SHARDS
 from shardprep.format.plan import Cut, InputFile, ranges_between
 from shardprep.format.plan_options import SPLITS, PlanOptions, PrepConfig
 

@@ -23,7 +23,7 @@ from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.console import counted, printable, quoted
 from shardprep.errors import BadInput
 from shardprep.format.choices import AUTO
-from shardprep.format.names import InputKind
+from shardprep.format.inputs import InputKind
 from shardprep.format.plan_options import PlanOptions
 
 _MOST_LINES = 200  # of a sample, that are tried

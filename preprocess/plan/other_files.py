@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardprep.errors import quoted
-from shardprep.format.names import COMPRESSION_SUFFIXES, known_input_kind
+from shardprep.format.inputs import COMPRESSION_SUFFIXES, known_input_kind
 
 _MAX_OPENED = 8  # files of one reason: opening one is a round trip on a network file system
 _MAX_KINDS = 3  # of files that one line explains

@@ -60,6 +60,7 @@ from shardprep.format.documents import (
     stamps_of_given,
     unmatched_of,
 )  # fmt: skip
+from shardprep.format.inputs import place_text
 from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, ranges_between
@@ -522,7 +523,7 @@ def _check_sample(plan: Plan, counting: Counting) -> None:
     if keys and not {"role", "content"} <= {*keys}:
         found += f"; their messages have the keys {', '.join(keys)}"
         advice = f"plan with --transform FILE in place of --text_field: {_mapping(plan, keys)}"
-    found += f"; the first is {names.place_text(first.input, first.input_offset)}: {first.detail}"
+    found += f"; the first is {place_text(first.input, first.input_offset)}: {first.detail}"
     wanted = "messages with role and content" if plan.options.is_chat else "usable documents"
     raise errors.BadInput(path=plan.input_dir, found=found, expected=wanted, advice=advice)
 

@@ -23,7 +23,7 @@ from preprocess.read.transform import Transform, transform_of
 from shardprep.errors import BadInput, Refused
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
-from shardprep.format.names import input_kind, place_text
+from shardprep.format.inputs import input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard
 from shardprep.format.plan_options import PlanOptions
 

@@ -20,7 +20,7 @@ from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import UsageError
-from shardprep.format.names import InputKind, input_kind
+from shardprep.format.inputs import InputKind, input_kind
 
 Numbers = npt.NDArray[np.int64]
 Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending

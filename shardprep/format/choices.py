@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from shardprep.format.names import known_input_kind
+from shardprep.format.inputs import known_input_kind
 
 AUTO = "auto"  # an encoding: that which a sample shows
 

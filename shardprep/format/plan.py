@@ -26,6 +26,7 @@ from shardprep import errors, files
 from shardprep.files import Digest, FileStamp
 from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
+from shardprep.format.inputs import InputKind, input_kind, known_input_kind
 from shardprep.format.names import Count, DatasetSpec, Text, TokenizerSpec
 from shardprep.format.plan_options import PLAN_FIELDS, PlanOptions, option_differences
 
@@ -73,7 +74,7 @@ class ByteRange:
     path: Path
     start: int  # byte
     end: int  # byte, exclusive
-    kind: names.InputKind  # by the file's name
+    kind: InputKind  # by the file's name
     text_start: int = 0  # of a compressed file: byte of the text at ``start``
     planned: InputFile | None = None  # the file at planning; None to accept any
     encoding: str = ""  # of its text; "": as --encoding says
@@ -174,7 +175,7 @@ def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end
             path=input_dir / item.path,
             start=start,
             end=stop,
-            kind=names.input_kind(item.path),
+            kind=input_kind(item.path),
             text_start=begin.text_start if start else 0,
             planned=item,
             encoding=item.encoding,
@@ -379,7 +380,7 @@ def need_plan(output_dir: DataFolder) -> Plan:
         raw, made = "RAW", os.path.abspath(output_dir)  # noqa: PTH100 - Path.resolve() would follow links
         listed = output_dir.names()
         # A folder with raw inputs was probably given as the output folder by mistake.
-        if any(map(names.known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
+        if any(map(known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
             raw, made = made, f"{made}_shards"
         remedy = commands.plan(raw, made)
         raise errors.NotFound(path=output_dir, found=found, expected=names.PLAN_NAME, remedy=remedy)

@@ -311,7 +311,7 @@ class Csv:
 # (file, text, replacement)
 CHANGES = [
     (
-        "shardprep/format/names.py",
+        "shardprep/format/inputs.py",
         ")\nPLAIN_TEXT =",
         """    InputFormat((".psv",), unit="row"),
 )

@@ -27,7 +27,7 @@ from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, 
 from shardprep.folders import OutputFolder
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.done import done_manifests
-from shardprep.format.names import load_json
+from shardprep.format.json_files import load_json
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shard_samples import ShardSamples
 

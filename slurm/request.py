@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.errors import UsageError
-from shardprep.format import names
+from shardprep.format import json_files
 from shardprep.format.jobs import JobArray
 from shardprep.option import option
 from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
@@ -124,7 +124,7 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 def request_of(array: JobArray) -> JobRequest:
     """Return the request of a recorded array. Raises BrokenShard or UsageError if it is none."""
-    return names.as_type(Path("request"), array.request, JobRequest)
+    return json_files.as_type(Path("request"), array.request, JobRequest)
 
 
 def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:

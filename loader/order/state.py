@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from loader.order.mixture import CYCLE_TICKS, Position, Run
 from shardprep.errors import BrokenShard, Refused, UnknownVersion, UsageError
-from shardprep.format.names import as_type
+from shardprep.format.json_files import as_type
 
 STATE_FORMAT = "shardprep-loader-state"
 STATE_VERSION = 5

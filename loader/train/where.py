@@ -34,7 +34,8 @@ from loader.read.shards import VALIDATION, ShardSet
 from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
-from shardprep.format.names import BLANK, blank_id, ids_of_ranges, load_json
+from shardprep.format.json_files import load_json
+from shardprep.format.names import BLANK, blank_id, ids_of_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.shard_samples import ShardSamples
 

@@ -49,7 +49,7 @@ from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.child_process import call_in_child
 from shardprep.console import counted, printable, say, short_bytes, short_time
-from shardprep.format import names, plan_options
+from shardprep.format import json_files, names, plan_options
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import (
@@ -268,7 +268,7 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
         with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
             path = Path(model_id, names.TOKENIZER_FILE)
             raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
-            fingerprint = names.fingerprint_of(names.load_json(raw))
+            fingerprint = names.fingerprint_of(json_files.load_json(raw))
         if fingerprint != plan.tokenizer.fingerprint:
             found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
             fields = {"found": found, "expected": plan.tokenizer.model_id, "remedy": "--output_dir"}

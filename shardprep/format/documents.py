@@ -39,10 +39,10 @@ import numpy.typing as npt
 from shardprep import errors, files
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import Digest, FileStamp
-from shardprep.format import commands, names
+from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
+from shardprep.format.json_files import Count
 from shardprep.format.manifest import read_side_file, side_file_lines
-from shardprep.format.names import Count
 from shardprep.format.plan import PlannedShard
 
 DIGEST = np.dtype(f"V{names.DIGEST_BYTES}")
@@ -482,7 +482,7 @@ def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> Digests:
 
 def blanked_content(documents: BlankedDocuments) -> bytes:
     """Return the content of DATA/blanked/shard-N.json."""
-    return json.dumps(names.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
+    return json.dumps(json_files.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
 
 
 def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocuments:
@@ -491,7 +491,7 @@ def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocu
     path = folder.path_of(name)
     advice = "restore the original file: without it the shard would contain what was blanked"
     try:
-        blanked = names.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+        blanked = json_files.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
     except files.NOT_THERE:
         raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:
@@ -502,5 +502,5 @@ def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocu
         raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}", advice=advice)
     if len(blanked.input_numbers) != len(blanked.input_offsets):
         expected = f"{len(blanked.input_numbers)}, as in input_numbers"
-        raise names.wrong_value(path, "input_offsets", blanked.input_offsets, expected)
+        raise json_files.wrong_value(path, "input_offsets", blanked.input_offsets, expected)
     return blanked

@@ -27,10 +27,11 @@ from msgspec import Meta
 from shardprep import errors, files
 from shardprep.errors import ShardprepError
 from shardprep.files import Digest
-from shardprep.format import commands, names
+from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
+from shardprep.format.json_files import Text
 from shardprep.format.manifest import _MAX_BYTES, SHARD_ERRORS, Manifest, check_shard, manifest_ids
-from shardprep.format.names import DatasetSpec, Text
+from shardprep.format.names import DatasetSpec
 
 FINDINGS_NAME = "findings.json"
 
@@ -213,7 +214,7 @@ def is_verified(folder: DataFolder, spec: DatasetSpec, made: MadeShards) -> bool
 def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
     """Return the findings of verify by shard id, except those of shards that were made again since."""
     try:
-        file = names.read_file(
+        file = json_files.read_file(
             folder, FINDINGS_NAME, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES
         )
     except files.NOT_THERE:
@@ -279,7 +280,7 @@ def publish_findings(
             )
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
-        raw = msgspec.json.encode(names.with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
+        raw = msgspec.json.encode(json_files.with_content_hash(_FINDINGS_FORMAT, content)) + b"\n"
         folder.publish(FINDINGS_NAME, raw)
     try:
         with contextlib.suppress(FileNotFoundError):

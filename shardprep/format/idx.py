@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shardprep import errors
 from shardprep.files import NOT_THERE, errors_named
-from shardprep.format import commands, names
+from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import DatasetSpec
 
@@ -116,8 +116,8 @@ class IdxFile:
             if len(head) < HEADER_BYTES or head[:8] != header[:8]:
                 raise self._error(errors.BrokenShard, f"not an idx: begins {head[:8]!r}", f"{header[:8]!r}")
             values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (head, header))
-            if (version := int(values["version"])) != names.FORMAT_VERSION:
-                raise names.unknown_version(self.file.path, version)
+            if (version := int(values["version"])) != json_files.FORMAT_VERSION:
+                raise json_files.unknown_version(self.file.path, version)
             for name in IDX_HEADER.names or ():
                 if values[name] != wanted[name]:
                     raise self._error(errors.OtherPlan, f"an idx for {name} {values[name]}", wanted[name])
@@ -218,7 +218,9 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the header of an idx: 64 bytes."""
     kind, token_bytes = [*IDX_DTYPES].index(spec.kind), 0 if spec.kind == "json" else spec.token_bytes
     of_shard = (spec.seq_len, shard_id, spec.plan_id[:32].encode(), 0)
-    return np.array([(b"shardidx", names.FORMAT_VERSION, kind, token_bytes, *of_shard)], IDX_HEADER).tobytes()
+    return np.array(
+        [(b"shardidx", json_files.FORMAT_VERSION, kind, token_bytes, *of_shard)], IDX_HEADER
+    ).tobytes()
 
 
 def samples_containing(records: IdxRecords, place: tuple[int, int], num_train: int) -> list[int]:

@@ -16,11 +16,12 @@ from msgspec import Meta
 
 from shardprep import errors
 from shardprep.files import NOT_THERE
-from shardprep.format import commands, names
+from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import idx_num_bytes
+from shardprep.format.json_files import Count, Text
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
-from shardprep.format.names import Count, DatasetSpec, Text
+from shardprep.format.names import DatasetSpec
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
 COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes", "num_validation_samples")
@@ -64,7 +65,7 @@ class DatasetIndex:
         content |= {"columns": [*COLUMNS, "tar_sha256"], "shards": rows}
         if self.blanked:
             content["blanked"] = self.blanked
-        head = names.with_content_hash(_FORMAT, content)
+        head = json_files.with_content_hash(_FORMAT, content)
         del head["shards"]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
@@ -96,7 +97,7 @@ def _index_of(
     for what, are_wrong in wrong.items():
         if are_wrong.any():
             row = int(are_wrong.argmax())
-            raise names.wrong_value(*place_of(row), columns[row].tolist(), f"valid {what}")
+            raise json_files.wrong_value(*place_of(row), columns[row].tolist(), f"valid {what}")
     hashes = tuple(row[-1] for row in rows)
     return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources, blanked=blanked)
 
@@ -146,11 +147,15 @@ def read_index(folder: DataFolder) -> DatasetIndex:
     path = folder.path_of(names.INDEX_NAME)
     try:
         with without_garbage_collection():
-            file = names.read_file(folder, names.INDEX_NAME, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
+            file = json_files.read_file(
+                folder, names.INDEX_NAME, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES
+            )
             if file.columns != [*COLUMNS, "tar_sha256"]:
-                raise names.wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
+                raise json_files.wrong_value(
+                    path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256"
+                )
             if (num_rows := len(file.shards)) != file.spec.num_shards:
-                raise names.wrong_value(path, "shards", f"{num_rows} rows", f"{file.spec.num_shards}")
+                raise json_files.wrong_value(path, "shards", f"{num_rows} rows", f"{file.spec.num_shards}")
             return _index_of(
                 file.spec, file.shards, file.sources, file.blanked, lambda row: (path, f"shards[{row}]")
             )

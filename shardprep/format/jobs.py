@@ -40,9 +40,9 @@ from msgspec import Meta, Struct, field
 
 from shardprep import errors, files
 from shardprep.errors import ShardprepError
-from shardprep.format import names
+from shardprep.format import json_files, names
 from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
-from shardprep.format.names import Count, Text
+from shardprep.format.json_files import Count, Text
 
 HISTORY_NAME = "history.jsonl"  # in jobs/
 _FORMAT = "shardprep-submission"
@@ -57,7 +57,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MAX_REASON_CHARS = 2000
-_Number = Annotated[int, Meta(ge=-1, le=names.MAX_INT64)]
+_Number = Annotated[int, Meta(ge=-1, le=json_files.MAX_INT64)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
@@ -123,7 +123,7 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         path = folder.path_of(place)
         try:
             raw, status = folder.read_with_status(place, max_bytes=_MAX_SUBMISSION_BYTES)
-            submission = names.as_type(path, names.checked_object(path, raw, _FORMAT), Submission)
+            submission = json_files.as_type(path, json_files.checked_object(path, raw, _FORMAT), Submission)
         # Raise for every file that cannot be read: if it were skipped, its shards would be made twice.
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
@@ -157,14 +157,14 @@ def read_own_controllers(folder: DataFolder) -> list[Controller]:
         with contextlib.suppress(*files.NOT_THERE, ShardprepError):
             raw, status = folder.read_with_status(place, max_bytes=_MAX_CONTROLLER_BYTES)
             if _is_own(status):
-                content = names.checked_object(path, raw, _CONTROLLER_FORMAT)
-                controllers.append(names.as_type(path, content, Controller))
+                content = json_files.checked_object(path, raw, _CONTROLLER_FORMAT)
+                controllers.append(json_files.as_type(path, content, Controller))
     return controllers
 
 
 def publish_controller(folder: DataFolder, controller: Controller) -> None:
     """Write the record of a controller. Raises CannotWrite or ReadWriteError."""
-    content = names.with_content_hash(_CONTROLLER_FORMAT, dataclasses.asdict(controller))
+    content = json_files.with_content_hash(_CONTROLLER_FORMAT, dataclasses.asdict(controller))
     with folder.new_file(f"{JOBS_FOLDER}/control-{controller.job_id}.json") as file:
         file.write(json.dumps(content, indent=2).encode() + b"\n")
         file.deny_others_writing()  # commands act on what it says
@@ -205,7 +205,7 @@ def read_events(folder: DataFolder) -> list[dict[str, Any]]:
     events = []
     for line in lines:
         with contextlib.suppress(ValueError, errors.BrokenShard, LookupError, TypeError):
-            event = names.load_json(line)
+            event = json_files.load_json(line)
             if 0 <= event["time"] <= _MAX_TIME_S and type(event["event"]) is str:
                 events.append(event)
     return events
@@ -216,7 +216,7 @@ def publish_submission(folder: DataFolder, submission: Submission) -> None:
     content = dataclasses.asdict(submission)
     del content["is_own"]
     with folder.new_file(f"{JOBS_FOLDER}/{submission.number:04d}.json") as file:
-        file.write(json.dumps(names.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
+        file.write(json.dumps(json_files.with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.deny_others_writing()  # retry runs commands from it
         file.sync()
         if not file.publish_first():

@@ -18,9 +18,10 @@ from msgspec import Meta
 
 from shardprep import errors, files
 from shardprep.files import Digest, FileStamp
-from shardprep.format import commands, names
+from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.names import Count, DatasetSpec, Seconds, Text
+from shardprep.format.json_files import Count, Seconds, Text
+from shardprep.format.names import DatasetSpec
 
 _FORMAT = "shardprep-manifest"
 _MAX_BYTES = 4 << 20  # about 3 KB, plus as much for each further source
@@ -158,7 +159,7 @@ class Manifest:
             del content["run"]["libraries"]
         if not self.run.render_cpu_s:
             del content["run"]["render_cpu_s"]
-        data = names.with_content_hash(_FORMAT, content, run=content.pop("run"))
+        data = json_files.with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
@@ -166,7 +167,7 @@ def read_manifest(folder: DataFolder, shard_id: int) -> Manifest:
     """Read a manifest. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
     name = names.manifest_name(shard_id)
     try:
-        return names.read_file(folder, name, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
+        return json_files.read_file(folder, name, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
     except files.NOT_THERE:
         raise commands.missing_file(folder, name, shard_id) from None
     except errors.BrokenShard as error:

@@ -24,10 +24,11 @@ from msgspec import Meta
 
 from shardprep import errors, files
 from shardprep.files import Digest, FileStamp
-from shardprep.format import commands, names
+from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.inputs import InputKind, input_kind, known_input_kind
-from shardprep.format.names import Count, DatasetSpec, Text, TokenizerSpec
+from shardprep.format.json_files import Count, Text
+from shardprep.format.names import DatasetSpec, TokenizerSpec
 from shardprep.format.plan_options import PLAN_FIELDS, PlanOptions, option_differences
 
 T = TypeVar("T")
@@ -193,7 +194,7 @@ def _check_cuts(cuts: Sequence[Cut], inputs: Sequence[InputFile], *, are_all: bo
     if not are_valid or (are_all and (places[0], places[-1]) != ((0, 0), end)):
         which = "all of" if are_all else "places in"
         expected = f"{which} {len(inputs)} inputs, ascending; plan into a new folder"
-        raise names.wrong_value(Path(names.PLAN_NAME), "cuts", f"{places[0]} to {places[-1]}", expected)
+        raise json_files.wrong_value(Path(names.PLAN_NAME), "cuts", f"{places[0]} to {places[-1]}", expected)
 
 
 def is_one_file_a_shard(plan: Plan) -> bool:
@@ -235,7 +236,7 @@ class Rows(Sequence[T]):
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
             expected = f"the blocks of {table.num_rows} rows"
-            raise names.wrong_value(file.path, "tables", f"{len(sizes)} blocks", expected)
+            raise json_files.wrong_value(file.path, "tables", f"{len(sizes)} blocks", expected)
         steps = (size + len(b",\n") for size in sizes)
         self._offsets = list(itertools.accumulate(steps, initial=begin + table.offset))
         self._blocks: dict[int, list[T]] = {}  # those read so far
@@ -265,7 +266,7 @@ class Rows(Sequence[T]):
             raise errors.BrokenShard(
                 path=path, found=f"{where}: sha256 {sha256[:12]}", expected=expected[:12]
             )
-        with names.type_errors_named(path):
+        with json_files.type_errors_named(path):
             rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         if len(rows) != num_rows:
             raise errors.BrokenShard(path=path, found=f"{where} have {len(rows)} rows", expected=num_rows)
@@ -292,7 +293,12 @@ def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
 def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
     tokenizer = {**asdict(plan.tokenizer), "model_id": None}
     decisions = {"options": plan.options.identity(), "tokenizer": tokenizer, "probe": plan.probe_sha256}
-    identity = {**decisions, "version": names.FORMAT_VERSION, "inputs": inputs_sha256, "cuts": cuts_sha256}
+    identity = {
+        **decisions,
+        "version": json_files.FORMAT_VERSION,
+        "inputs": inputs_sha256,
+        "cuts": cuts_sha256,
+    }
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
 
@@ -318,7 +324,7 @@ def publish_plan(plan: Plan, output_dir: DataFolder) -> Plan:
         "cuts_sha256": cuts_sha256,
         "tables": tables,
     }
-    first_line = msgspec.json.encode(names.with_content_hash(_FORMAT, head))[:-1]
+    first_line = msgspec.json.encode(json_files.with_content_hash(_FORMAT, head))[:-1]
     with output_dir.new_file(names.PLAN_NAME) as file:
         file.write(first_line + b"\n" + body + b"}\n")
         file.sync()
@@ -401,7 +407,7 @@ def _open_plan(folder: DataFolder) -> Plan:
         while b"\n" not in raw and len(raw) < min(file.num_bytes, _MAX_HEAD_BYTES):
             raw += file.read(len(raw), min(file.num_bytes - len(raw), len(raw)))
     line = bytes(raw.partition(b"\n")[0])
-    data = names.checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
+    data = json_files.checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
         for name in options.keys() - {item.name for item in PLAN_FIELDS}:
             value = options.pop(name)  # an unknown option that is off changes nothing
@@ -411,21 +417,25 @@ def _open_plan(folder: DataFolder) -> Plan:
                 known = "an option known here"
                 raise errors.UnknownVersion(path=path, found=found, expected=known, advice=advice)
     try:
-        with names.type_errors_named(path, data):
+        with json_files.type_errors_named(path, data):
             head = msgspec.convert(data, _Head)
     except errors.UsageError as error:
         raise errors.BrokenShard(f"{path}: its options are invalid: {error}", path=path) from None
     found = _id_of(head, head.inputs_sha256, head.cuts_sha256)
     if head.plan_id != found:
-        raise names.wrong_value(path, "plan_id", head.plan_id, f"{found}, computed from options and tables")
+        raise json_files.wrong_value(
+            path, "plan_id", head.plan_id, f"{found}, computed from options and tables"
+        )
     if head.tables.keys() != _TABLES.keys():
-        raise names.wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
+        raise json_files.wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
     num_shards = head.tables["cuts"].num_rows - 1
     if not 1 <= num_shards <= names.MAX_SHARDS:
-        raise names.wrong_value(path, "tables.cuts", num_shards, f"1 to {names.MAX_SHARDS} shards")
+        raise json_files.wrong_value(path, "tables.cuts", num_shards, f"1 to {names.MAX_SHARDS} shards")
     for name in head.tokenizer_files:
         if _leads_outside(name) or "/" in name:
-            raise names.wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
+            raise json_files.wrong_value(
+                path, "tokenizer_files", name, "names of files in the tokenizer's folder"
+            )
     values = {item.name: getattr(head, item.name) for item in fields(_Decisions)}
     for name, kind in _TABLES.items():
         values[name] = Rows(file, len(line) + 1, head.tables[name], kind)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep import errors
-from shardprep.format import names
+from shardprep.format import json_files, names
 from shardprep.format.choices import AUTO, parsed_choices
 from shardprep.format.names import Record, TokenFormat
 from shardprep.option import option
@@ -127,7 +127,7 @@ class PlanOptions:
     limit: int = _text(
         0,
         "for a trial: take at most this many documents in total, spread evenly over shards",
-        span=(1, names.MAX_INT64),
+        span=(1, json_files.MAX_INT64),
     )
     digests: bool = _text(False, "keep a hash of each document in DATA/digests; equal text has an equal hash")
     validation_fraction: float = _text(

@@ -31,7 +31,7 @@ from measured_run import machine_line
 from preprocess.make.packing import START, packer_of
 from preprocess.make.token_ids import TokenBatch
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.names import DatasetSpec, TokenizerSpec
+from shardprep.format.spec import DatasetSpec, TokenizerSpec
 
 Lengths = npt.NDArray[np.int64]
 

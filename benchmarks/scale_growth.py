@@ -31,7 +31,8 @@ from loader.read.shards import DatasetShards, ShardSet
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import ChunkCrcs, IdxFile, idx_header, idx_num_bytes, read_idx
 from shardprep.format.index import DatasetIndex, read_index
-from shardprep.format.names import DatasetSpec, TokenizerSpec, idx_name
+from shardprep.format.names import idx_name
+from shardprep.format.spec import DatasetSpec, TokenizerSpec
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048
 ROWS = 100_000  # per shard: 0.8 GB

@@ -30,6 +30,7 @@ from shardprep.format.inputs import input_kind, name_of_input, place_text
 from shardprep.format.manifest import manifest_ids, read_manifest, side_file_lines
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from shardprep.format.shard_samples import ShardSamples
+from shardprep.format.spec import BLANK, blank_id
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _DETAIL_CHARS = 300
@@ -50,7 +51,7 @@ def _decoder(folder: DataFolder, plan: Plan) -> Callable[[Ids, npt.NDArray[np.bo
     tokenizer = load_tokenizer(path, content)
     special, vocab_size = tokenizer.call(_special_tokens)
     name_of = dict(special)
-    blanks = [names.BLANK, names.blank_id(vocab_size)]
+    blanks = [BLANK, blank_id(vocab_size)]
 
     def text_of(ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         if len(ids) and np.isin(ids, blanks).all():

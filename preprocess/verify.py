@@ -43,6 +43,7 @@ from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 from shardprep.format.shard_samples import ids_of
+from shardprep.format.spec import BLANK, blank_id
 
 IdxRecords = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
@@ -345,7 +346,7 @@ def _check_ids(shard: Manifest, tar: files.HashedFile, records: IdxRecords) -> N
     try:
         for ids in ids_of(spec, records, tar.read):
             if shard.unblanked_sha256 is not None:
-                ids = ids[(ids != names.BLANK) & (ids != names.blank_id(vocab_size))]
+                ids = ids[(ids != BLANK) & (ids != blank_id(vocab_size))]
             if len(ids) and (largest := int(ids.max())) >= vocab_size:
                 found = f"{tar.path} contains the token id {largest}"
                 raise errors.BrokenShard(f"{found}, the vocabulary has {vocab_size}")

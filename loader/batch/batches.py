@@ -15,7 +15,7 @@ import torch
 from loader.batch.boundaries import boundary_fields
 from loader.read.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
-from shardprep.format.names import BLANK
+from shardprep.format.spec import BLANK
 
 logger = logging.getLogger(__name__)
 Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample

@@ -29,6 +29,7 @@ from shardprep.format import commands, done, names
 from shardprep.format import manifest as manifests
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import merge_manifests, read_index
+from shardprep.format.spec import DatasetSpec, TokenizerSpec
 
 PathOrUrl: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "PathOrUrl | Iterable[PathOrUrl]"
@@ -181,14 +182,14 @@ def _external_tar(path: Path, *, count_tokens: bool) -> DatasetShards:
     # Estimate uncounted tokens as 4 bytes each.
     num_tokens = int(counted.sum()) if (counted >= 0).all() else num_bytes // 4
     special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of an unknown tokenizer
-    spec = names.DatasetSpec(
+    spec = DatasetSpec(
         plan_id=sha256,
         num_shards=1,
         record=record if row_tokens else "documents",
         token_format="npy" if row_tokens else "json",
         seq_len=row_tokens,
         append_eos=False,
-        tokenizer=names.TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
+        tokenizer=TokenizerSpec(model_id="", fingerprint="", vocab_size=2**31, **special_ids),
     )
     return DatasetShards(
         folder=DataFolder(path.parent),

@@ -17,7 +17,7 @@ from loader.order.hashes import Int32s, Int64s
 from loader.read.chunks import Integers
 from loader.read.external_tars import JSON, TOKEN_DTYPES
 from loader.read.reading import SampleBytes
-from shardprep.format.names import BLANK
+from shardprep.format.spec import BLANK
 
 DECODE_BYTES = 128 * 1024  # of text at a time, so that all arrays stay in the cache
 _MAX_DIGITS = 8

@@ -22,7 +22,7 @@ from loader.read.json_ids import check_vocab, decode_samples, join_ranges
 from loader.read.reading import SampleBytes, ShardReader
 from loader.read.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
-from shardprep.format.names import BLANK
+from shardprep.format.spec import BLANK
 
 _MOST_COUNTED = 1 << 20  # samples from which the mean length of a source is computed
 

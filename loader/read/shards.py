@@ -25,6 +25,7 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import IdxRecords, read_idx
 from shardprep.format.inputs import name_of_input, place_text
 from shardprep.format.plan import read_input_names, read_plan
+from shardprep.format.spec import DatasetSpec, blank_id
 
 SplitName = Literal["train", "validation"]
 VALIDATION = "validation"  # the name of a source that is for validation as a whole
@@ -39,7 +40,7 @@ class DatasetShards:
     """All or some shards of one data set, or one tar of another tool. The arrays have a row per shard."""
 
     folder: DataFolder
-    spec: names.DatasetSpec
+    spec: DatasetSpec
     shard_ids: Int64s
     num_samples: Int64s
     num_tokens: Int64s
@@ -89,7 +90,7 @@ def _cached_input_names(folder: DataFolder) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def _cached_idx(folder: DataFolder, spec: names.DatasetSpec, shard_id: int) -> IdxRecords:
+def _cached_idx(folder: DataFolder, spec: DatasetSpec, shard_id: int) -> IdxRecords:
     found = read_idx(folder, spec, shard_id)
     folder.close()
     return found
@@ -189,7 +190,7 @@ class ShardSet:
     @property
     def blank_id(self) -> int | None:
         """Return the binary id of blanked documents, or None if no document is blanked."""
-        found = [names.blank_id(part.spec.tokenizer.vocab_size) for part in self.datasets if part.has_blanks]
+        found = [blank_id(part.spec.tokenizer.vocab_size) for part in self.datasets if part.has_blanks]
         return found[0] if found else None
 
     @property

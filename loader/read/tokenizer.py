@@ -25,7 +25,8 @@ from shardprep.foreign_tokenizer import ForeignTokenizer, has_bounded_cost
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.json_files import is_text
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.format.spec import TokenizerSpec, fingerprint_of
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 logger = logging.getLogger(__name__)

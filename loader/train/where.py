@@ -35,9 +35,10 @@ from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.json_files import load_json
-from shardprep.format.names import BLANK, blank_id, ids_of_ranges
+from shardprep.format.names import ids_of_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.shard_samples import ShardSamples
+from shardprep.format.spec import BLANK, blank_id
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

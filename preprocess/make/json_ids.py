@@ -10,7 +10,7 @@ import numpy.typing as npt
 from preprocess.make.token_ids import Ids, TokenBatch
 from preprocess.read.formats import Numbers
 from shardprep.errors import OtherTokenizer
-from shardprep.format import names
+from shardprep.format.spec import BLANK
 
 
 class JsonIds:
@@ -24,7 +24,7 @@ class JsonIds:
     def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
         numbers, self._vocab_size, self._has_blanks = np.arange(vocab_size), vocab_size, has_blanks
         if has_blanks:
-            numbers = np.append(numbers, names.BLANK)  # it is clipped to this last row
+            numbers = np.append(numbers, BLANK)  # it is clipped to this last row
         num_digits = 6 if vocab_size <= 10**6 and not has_blanks else 14
         texts = np.char.add(b", ", numbers.astype(f"S{num_digits}"))
         self._table: npt.NDArray[np.void] = texts.view(f"V{texts.itemsize}")
@@ -35,7 +35,7 @@ class JsonIds:
         """Return int64[documents]: the bytes of each JSON text. Raises OtherTokenizer for an unknown id."""
         is_unknown = batch.ids >= self._vocab_size
         if self._has_blanks:
-            is_unknown &= batch.ids != names.BLANK
+            is_unknown &= batch.ids != BLANK
         if is_unknown.any():
             found, expected = batch.ids[is_unknown][0], f"less than {self._vocab_size}; plan again"
             raise OtherTokenizer(found=f"the tokenizer gives the id {found}", expected=expected)

@@ -20,8 +20,8 @@ from shardprep.errors import BadInput
 from shardprep.format import names
 from shardprep.format.documents import are_for_validation
 from shardprep.format.idx import IDX_DOCUMENT
-from shardprep.format.names import DatasetSpec
 from shardprep.format.plan_options import PlanOptions
+from shardprep.format.spec import DatasetSpec
 
 
 class DocumentMembers:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from preprocess.make.token_ids import NO_LOSS, Ids, TokenBatch
 from shardprep.format import names
 from shardprep.format.documents import DIGEST
-from shardprep.format.names import DatasetSpec
+from shardprep.format.spec import DatasetSpec
 
 # Where a document begins: position in tokens, input number, byte in the input; with its digest, or zeros.
 START = np.dtype([("position", "<i8"), ("input_number", "<u4"), ("input_offset", "<u8"), ("digest", DIGEST)])

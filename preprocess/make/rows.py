@@ -16,8 +16,8 @@ from preprocess.read.documents import DocumentBatch
 from shardprep.format import names
 from shardprep.format.documents import are_for_validation
 from shardprep.format.idx import IDX_DTYPES
-from shardprep.format.names import DatasetSpec
 from shardprep.format.plan_options import PlanOptions
+from shardprep.format.spec import DatasetSpec
 
 
 class RowMembers:

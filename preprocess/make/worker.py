@@ -44,6 +44,7 @@ from shardprep.format.inputs import place_text
 from shardprep.format.manifest import Manifest, RunFacts
 from shardprep.format.plan import Plan, PlannedShard, need_plan
 from shardprep.format.plan_options import EngineName
+from shardprep.format.spec import BLANK
 
 if TYPE_CHECKING:  # a task of one shard does without them
     pass
@@ -192,7 +193,7 @@ class Worker:
         # The token ids of a blanked document become BLANK; its text, id and digest are removed. All documents
         # are counted as before, so the counts equal those of the shard that this one replaces.
         is_blanked = blanked.are_at(documents.input_number, documents.offsets)
-        blank_ids = np.uint32(names.BLANK)
+        blank_ids = np.uint32(BLANK)
         if plan.options.is_chat:  # keep the loss mask
             blank_ids = (tokens.ids & NO_LOSS) | blank_ids
         ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)

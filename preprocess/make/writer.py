@@ -31,8 +31,8 @@ from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import IDX_DTYPES, ChunkCrcs, idx_header
 from shardprep.format.manifest import Manifest, RunFacts, ValidationCounts
-from shardprep.format.names import DatasetSpec
 from shardprep.format.plan_options import PlanOptions
+from shardprep.format.spec import DatasetSpec
 
 
 class ShardWriter:

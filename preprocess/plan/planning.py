@@ -65,6 +65,7 @@ from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, ranges_between
 from shardprep.format.plan_options import PlanOptions, PrepConfig
+from shardprep.format.spec import fingerprint_of
 
 Say = Callable[[str], None]
 # A task waits for another task's plan about as long as it would take to plan: 3 s, or more for many files.
@@ -268,7 +269,7 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
         with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
             path = Path(model_id, names.TOKENIZER_FILE)
             raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
-            fingerprint = names.fingerprint_of(json_files.load_json(raw))
+            fingerprint = fingerprint_of(json_files.load_json(raw))
         if fingerprint != plan.tokenizer.fingerprint:
             found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
             fields = {"found": found, "expected": plan.tokenizer.model_id, "remedy": "--output_dir"}

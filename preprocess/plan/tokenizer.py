@@ -42,8 +42,9 @@ from shardprep.files import Digest, FileStamp
 from shardprep.foreign_tokenizer import ForeignTokenizer, split_tokenizer
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE, TokenizerSpec
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.plan import Plan, check_tokenizer_files, refuse_other_tokenizer
+from shardprep.format.spec import TokenizerSpec, fingerprint_of
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -150,7 +151,7 @@ def resolve_tokenizer(
         vocab = tokenizer.call(_vocabulary)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
-        fingerprint, size = names.fingerprint_of(data), max(vocab.values()) + 1
+        fingerprint, size = fingerprint_of(data), max(vocab.values()) + 1
         spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
         if for_fast_engine and (shorter := without_unused_merges(data)) is not None:
             saved[names.FAST_TOKENIZER_FILE] = shorter

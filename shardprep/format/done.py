@@ -31,7 +31,7 @@ from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.json_files import Text
 from shardprep.format.manifest import _MAX_BYTES, SHARD_ERRORS, Manifest, check_shard, manifest_ids
-from shardprep.format.names import DatasetSpec
+from shardprep.format.spec import DatasetSpec
 
 FINDINGS_NAME = "findings.json"
 

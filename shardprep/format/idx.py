@@ -17,7 +17,7 @@ from shardprep import errors
 from shardprep.files import NOT_THERE, errors_named
 from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.names import DatasetSpec
+from shardprep.format.spec import DatasetSpec
 
 HEADER_BYTES = 64
 

@@ -21,7 +21,7 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.json_files import Count, Text
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
-from shardprep.format.names import DatasetSpec
+from shardprep.format.spec import DatasetSpec
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
 COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes", "num_validation_samples")

@@ -21,7 +21,7 @@ from shardprep.files import Digest, FileStamp
 from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.json_files import Count, Seconds, Text
-from shardprep.format.names import DatasetSpec
+from shardprep.format.spec import DatasetSpec
 
 _FORMAT = "shardprep-manifest"
 _MAX_BYTES = 4 << 20  # about 3 KB, plus as much for each further source

@@ -1,30 +1,18 @@
-"""Shared by all files of the format: names, limits, input formats, JSON, and the spec of a data set.
+"""Names and limits of the files of a data set.
 
 Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,7-9``.
-
-Each JSON file has a ``format``, a ``version`` and a ``content_sha256``, the hash of its other values, which
-detects flipped bits and edits by hand. The fields of a dataclass define the type and the bounds of each
-value; msgspec checks them. An error names the file, the place in it, what was found and what was expected.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any
 
 from shardprep.errors import UsageError
-from shardprep.files import Digest
 
 if TYPE_CHECKING:
     import numpy as np
-from shardprep.format.json_files import Text
 
 MAX_SHARDS = 99_999  # shard names have five digits
 MAX_SAMPLES = 2**40  # of a shard
@@ -37,8 +25,6 @@ MAX_TOKENIZER_BYTES = 256 << 20  # the largest known one has 40 MB
 MAX_MEMBER_BYTES = 2**32 - 1  # sizes in the idx are uint32; ustar allows 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
 
-Record = Literal["documents", "packed", "chat"]
-TokenFormat = Literal["json", "npy"]
 
 PLAN_NAME = "plan.json"
 INDEX_NAME = "index.json"
@@ -161,94 +147,3 @@ def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
     except ValueError:
         expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
         raise UsageError.of_value("--shards", text[:60], expected) from None
-
-
-# Keys of tokenizer.json that decide ids; the decoder, truncation and padding do not.
-_KEYS_OF_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
-
-
-def token_bytes(vocab_size: int) -> int:
-    """Return the bytes per binary token id: 2 if all ids and ``blank_id`` fit into uint16, else 4."""
-    return 2 if vocab_size < 1 << 16 else 4
-
-
-# Replaces each id of a blanked document. No vocabulary and no padded embedding has this id, so a reader that
-# does not handle blanked documents fails instead of training on them.
-BLANK = 2**31 - 1
-
-
-def blank_id(vocab_size: int) -> int:
-    """Return what stands for BLANK in binary ids: BLANK, or for 2-byte ids 65535, their largest value."""
-    return BLANK if token_bytes(vocab_size) == 4 else 2**16 - 1
-
-
-def fingerprint_of(data: dict[str, Any]) -> str:
-    """Return the sha256, in hex, of what decides ids in a parsed ``tokenizer.json``, in any key order."""
-    kept = {name: data.get(name) for name in _KEYS_OF_IDS}
-    model = kept["model"] or {}
-    merges, vocab = model.get("merges"), model.get("vocab")
-    if merges:
-        pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        kept["model"] = model = {**model, "merges": pairs}
-    if isinstance(vocab, dict):  # sorted here: json would sort pairs, which takes three times as long
-        kept["model"] = {**model, "vocab": {token: vocab[token] for token in sorted(vocab)}}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerSpec:
-    """The tokenizer of a data set."""
-
-    model_id: Text
-    fingerprint: Digest  # see fingerprint_of
-    vocab_size: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # added tokens included
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-
-    def __post_init__(self) -> None:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if not 0 <= (getattr(self, name) or 0) < self.vocab_size:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 to {self.vocab_size - 1}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetSpec:
-    """The properties of a data set that every manifest repeats."""
-
-    plan_id: Digest
-    num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
-    record: Record
-    token_format: TokenFormat
-    seq_len: Annotated[int, Meta(ge=0, le=MAX_SEQ_LEN)]  # tokens per packed row; 0 unless packed
-    append_eos: bool
-    tokenizer: TokenizerSpec
-    validation_fraction: Annotated[float, Meta(ge=0, le=MAX_FRACTION)] = 0.0  # see documents.py
-
-    def __post_init__(self) -> None:
-        if self.has_rows != (self.seq_len > 0):
-            expected = f"1 to {MAX_SEQ_LEN}" if self.has_rows else "0"
-            raise ValueError(f"seq_len is {self.seq_len}, expected {expected} for {self.record}")
-        if self.has_rows and self.token_format != "npy":
-            raise ValueError(f"token_format is {self.token_format}, expected npy for {self.record}")
-
-    @property
-    def has_rows(self) -> bool:
-        """Return whether a sample is a row of ``seq_len`` tokens instead of a document."""
-        return self.record != "documents"
-
-    @cached_property
-    def kind(self) -> str:
-        """Return how ids are stored, a key of IDX_DTYPES."""
-        return self.record if self.has_rows else self.token_format
-
-    @property
-    def token_bytes(self) -> int:
-        return token_bytes(self.tokenizer.vocab_size)
-
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """Return the dtype of binary ids: uint16 or uint32, little-endian."""
-        import numpy as np
-
-        return np.dtype(f"<u{self.token_bytes}")

@@ -28,8 +28,8 @@ from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.inputs import InputKind, input_kind, known_input_kind
 from shardprep.format.json_files import Count, Text
-from shardprep.format.names import DatasetSpec, TokenizerSpec
 from shardprep.format.plan_options import PLAN_FIELDS, PlanOptions, option_differences
+from shardprep.format.spec import DatasetSpec, TokenizerSpec
 
 T = TypeVar("T")
 _FORMAT = "shardprep-plan"

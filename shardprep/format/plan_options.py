@@ -18,7 +18,7 @@ from typing import Any, Literal
 from shardprep import errors
 from shardprep.format import json_files, names
 from shardprep.format.choices import AUTO, parsed_choices
-from shardprep.format.names import Record, TokenFormat
+from shardprep.format.spec import Record, TokenFormat
 from shardprep.option import option
 
 # How the assistant's tokens are found from its characters; see docs/training_data.md.

@@ -17,7 +17,7 @@ from shardprep.files import NOT_THERE, errors_named, with_retries
 from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import IdxRecords, misplaced_samples, read_idx
-from shardprep.format.names import DatasetSpec
+from shardprep.format.spec import DatasetSpec
 
 READ_BYTES = 4 << 20  # of ids per read, unless a single sample has more
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    pass
+from typing import Literal, NamedTuple
 
 
 class InputFormat(NamedTuple):

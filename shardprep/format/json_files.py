@@ -14,17 +14,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from shardprep.errors import BrokenShard, UnknownVersion
 from shardprep.folders import Folder
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 FORMAT_VERSION = 4  # of all files in this package

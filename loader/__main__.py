@@ -1,4 +1,4 @@
-"""``python -m loader``: print the first batch of a data set, or run ``stage`` or ``where``."""
+"""``python -m loader``: print the first batch of a data set, or run ``stage``, ``where`` or ``forecast``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardprep.console import counted, print_lines
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
-_NAMED = ("stage", "where")
+_NAMED = ("forecast", "stage", "where")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``stage`` or ``where``, or show the shards that ``argv`` names. Returns the exit code."""
+    """Run the command that ``argv`` names, or show the shards that it names. Returns the exit code."""
     words = given_words(argv)
     return PROGRAM.run(words if words[:1] and words[0] in _NAMED else ["show", *words])
 
@@ -61,11 +61,16 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 
 PROGRAM = Program(
     name="python -m loader",
-    description="Print the first batch of a data set, decoded. Other commands: stage, where.",
+    description="Print the first batch of a data set, decoded. Other commands: stage, where, forecast.",
     commands={
         "show": Command("print the first batch", _show_flags, show, is_nameless=True),
         "stage": Command(
             "copy a data set to a local disk", "loader.train.stage:add_flags", "loader.train.stage:stage"
+        ),
+        "forecast": Command(
+            "print what a run will deliver",
+            "loader.train.forecast:add_flags",
+            "loader.train.forecast:forecast",
         ),
         "where": Command(
             "print what a training step saw", "loader.train.where:add_flags", "loader.train.where:where"

@@ -16,12 +16,14 @@ from loader.accelerate_calls import batch_size_of_accelerate, warn_of_accumulati
 from loader.batch.batches import Batch, LoaderMetrics, StepBatches
 from loader.batch.stream import BatchStream
 from loader.order.checks import whole_number
+from loader.order.forecast import Forecast, RunForecast
 from loader.order.mixture import Position, Run
 from loader.order.order import share
 from loader.order.resume import Resumed, resume_run, run_as_saved
 from loader.order.state import MAX_EPOCH, Skips, is_same_run, state_of
 from loader.ranks import ProcessRank, check_process_rank
 from loader.read.chunks import IGNORED
+from loader.read.reading import ShardReader
 from loader.read.samples import Samples
 from loader.read.shards import Origin
 from loader.read.tokenizer import LoaderTokenizer
@@ -278,6 +280,22 @@ class TokenLoader(DataLoader[Batch]):
         skips = self.progress.skips
         since = self.run.source_samples(self.progress.delivered, skips.since)
         return {name: skips.delivered.get(name, 0) + count for name, count in since.items()}
+
+    def forecast(self, num_steps: int) -> RunForecast:
+        """Return what the run delivers in its first ``num_steps`` steps, by source and by stage.
+
+        Of a source: samples, epochs, and how many of its samples are seen 0, 1, 2, ... times. Of a stage: the
+        shares asked and given. ``shardprep forecast`` prints it. Reads lengths alone, if samples are grouped.
+        """
+        number = whole_number("num_steps", num_steps, least=1, most=self.run.first_step(MAX_EPOCH + 1))
+        readers = {name: ShardReader(samples.shards) for name, samples in self.samples.items()}
+        lengths = {name: partial(self.samples[name].num_tokens, reader) for name, reader in readers.items()}
+        means = {name: samples.mean_tokens for name, samples in self.samples.items()}
+        try:
+            return Forecast(self.run, number, lengths).forecast(means)
+        finally:
+            for reader in readers.values():
+                reader.close()
 
     @property
     def source_epochs(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ COMMANDS = {
     **dict.fromkeys(("doctor", "plan", "run", "shard", "verify", "peek", "export", "blank"), "preprocess"),
     **dict.fromkeys(("overlap", "duplicates", "clean", "train_tokenizer"), "preprocess"),
     **dict.fromkeys(("submit", "status", "retry", "report", "cancel", "logs"), "slurm"),
-    **dict.fromkeys(("stage", "where"), "loader"),
+    **dict.fromkeys(("stage", "where", "forecast"), "loader"),
     "lustre": "lustre",  # with commands of its own: show, apply
     "completion": "shardprep",
 }

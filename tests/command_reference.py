@@ -35,6 +35,7 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
     "status": "cluster.md#what-status-knows",
     "report": "seeing.md#afterwards-report",
     "stage": "cluster.md#staging-shards-on-the-nodes-own-disks",
+    "forecast": "seeing.md#what-a-run-will-read-forecast",
     "where": "seeing.md#what-a-step-of-training-saw-where",
     "lustre show": "lustre.md",
     "completion": "reference.md#names-and-completion",

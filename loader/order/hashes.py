@@ -57,6 +57,19 @@ def permute(positions: Int64s, count: int, key: int) -> Int64s:
     return found.reshape(positions.shape)
 
 
+def unpermute(permuted: Int64s, count: int, key: int) -> Int64s:
+    """Undo ``permute``: int64[n] -> int64[n]."""
+    if count < 2:
+        return permuted.copy()
+    half = ((count - 1).bit_length() + 1) // 2
+    positions = _feistel_back(permuted, half, key)
+    walking = np.flatnonzero(positions >= count)
+    while walking.size:
+        positions[walking] = _feistel_back(positions[walking], half, key)
+        walking = walking[positions[walking] >= count]
+    return positions
+
+
 @lru_cache(maxsize=8)
 def _permutation(count: int, half: int, key: int) -> Int64s:
     """Compute a small permutation, int64[count]. It is cached, since all windows of an epoch use it."""
@@ -76,4 +89,15 @@ def _feistel(values: Int64s, half: int, key: int) -> Int64s:
     for round_ in range(FEISTEL_ROUNDS):
         sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
         left, right = right, left ^ sent
+    return left << half | right
+
+
+def _feistel_back(values: Int64s, half: int, key: int) -> Int64s:
+    """Undo ``_feistel``: int64[n] -> int64[n]."""
+    mask = (1 << half) - 1
+    left = values >> half
+    right = values & mask
+    for round_ in reversed(range(FEISTEL_ROUNDS)):
+        sent = hash_array(hash_ints(key, round_), left).astype(np.int64) & mask
+        left, right = right ^ sent, left
     return left << half | right

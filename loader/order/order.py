@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.order.hashes import Int64s, hash_array, hash_ints, permute
+from loader.order.hashes import Int64s, hash_array, hash_ints, permute, unpermute
 from shardprep.errors import UsageError
 
 ORDER_VERSION = 2
@@ -110,6 +110,11 @@ class Order:
         """Count the places of the last tick that repeat a sample, if the tail is kept."""
         return -self.num_samples % self.tick_samples if self.keeps_tail else 0
 
+    @property
+    def window_ticks(self) -> int:
+        """Return the ticks of a window."""
+        return max(self.window_samples // self.group, 1)
+
     def is_filler(self, tick: int, slots: range) -> npt.NDArray[np.bool_] | None:
         """Return which of these slots repeat a sample at a tick: bool[len(slots)], or None if none does.
 
@@ -127,7 +132,7 @@ class Order:
 
     def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
         """Yield (first tick, end) of each window, beginning with the one that contains ``first_tick``."""
-        size = max(self.window_samples // self.group, 1)
+        size = self.window_ticks
         for start in range(first_tick // size * size, self.ticks_per_epoch, size):
             yield start, min(start + size, self.ticks_per_epoch)
 
@@ -175,6 +180,22 @@ class Order:
         first *= block_samples
         first += hash_ints(self.seed, epoch, _ROTATE) % self.num_samples
         return (first[place.reshape(block.shape)] + within) % self.num_samples
+
+    def positions_of(self, epoch: int, samples: Int64s) -> Int64s:
+        """Return the positions of samples in an epoch's sequence: the inverse of ``samples_at``."""
+        rotated = (samples - hash_ints(self.seed, epoch, _ROTATE) % self.num_samples) % self.num_samples
+        block, within = np.divmod(rotated, self.block_samples)
+        num_blocks = self.num_samples // self.block_samples
+        whole = block < num_blocks
+        key = hash_ints(self.seed, epoch, _BLOCKS)
+        block[whole] = unpermute(block[whole], num_blocks, key)
+        return block * self.block_samples + within
+
+    def left_out(self, epoch: int) -> Int64s:
+        """Return the samples that an epoch leaves out: int64[num_left_out]."""
+        first = self.num_samples - self.num_left_out
+        positions = np.arange(first, self.num_samples)
+        return self.samples_at(epoch, positions) if self.shuffle else positions
 
 
 def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group: int = 1) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def where(args: argparse.Namespace) -> int:
     """Print the documents that a step saw, or the steps that saw blanked ones. Returns the exit code."""
     state = find_state(args.state)
-    options = {**_named_sources(args.input_shards), **_loader_options(state), "model_id": args.model_id}
+    options = {**named_sources(args.input_shards), **options_of_state(state), "model_id": args.model_id}
     if options["split"] == "validation":  # also of a data set that is planned without a split
         options["input_shards"] = {VALIDATION: options["input_shards"]}
     with get_llama3_dataloader(**options) as loader:
@@ -111,7 +111,7 @@ def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]
             return
 
 
-def _named_sources(input_shards: list[str]) -> dict[str, Any]:
+def named_sources(input_shards: list[str]) -> dict[str, Any]:
     """Return the loader's arguments for DATA: NAME=PATH is a source of a mixture, PATH alone is not."""
     named: dict[str, list[str]] = {}
     unnamed = []
@@ -160,7 +160,7 @@ def find_state(path: Path) -> dict[str, Any]:
     raise NotFound(path=path, found="no state of the loader", expected="what loader.state_dict() returned")
 
 
-def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments for a loader that reads the run of a state as one rank. Raises BrokenShard."""
     try:
         run = state["fingerprint"]

@@ -232,7 +232,7 @@ def test_an_empty_path_or_a_url_is_refused_by_every_command(
         words = command.split()
         given = [[*words, flag] for flag in PATH_FLAGS.findall(text)]
         positional = text.splitlines()[0].partition(f"{command} ")[2].partition(" ")[0]
-        if positional in ("DATA", "PATH") and command != "where":  # its DATA may be a URL
+        if positional in ("DATA", "PATH") and command not in ("where", "forecast"):  # may be a URL
             given.append(words)
         for each in given:
             for value in ("", " ", "s3://bucket/some", "HTTPS://host/a%20b", "file:///data/raw"):

@@ -20,6 +20,8 @@ PUBLIC_NAMES = {"main", "COMMANDS"}
 # Modules that read and write nothing have tests of their own, in a file of their name.
 PURE_MODULES = {
     "loader.batch.fields",
+    "loader.order.amendment",
+    "loader.order.forecast",
     "loader.order.hashes",
     "loader.order.mixture",
     "loader.order.order",

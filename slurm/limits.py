@@ -63,59 +63,82 @@ def find_limits(request: JobRequest, config: Mapping[str, str]) -> Limits:
     if not config:
         config = read_config()
     asked = _options(request)
-    partition = asked.get("partition")
-    nodes: list[tuple[str, int, int]] = []
-    limits_min: list[int | None] = []
-    sharing: list[str] = []
-    largest: dict[str, int] = {}
-    names: list[str] = []
-
-    def parse(text: str) -> None:
-        for line in text.splitlines():
-            name, state, mem, cpus, max_time, *rest = line.split("|")
-            mem_mb = int(mem.rstrip("+"))
-            # sinfo marks the default partition with "*". A request may name several, separated by commas.
-            plain = name.removesuffix("*")
-            is_asked = name.endswith("*") if partition is None else plain in partition.split(",")
-            if not is_asked:
-                largest[plain] = max(mem_mb, largest.get(plain, 0))
-                continue
-            names.append(plain)
-            nodes.append((state, mem_mb, int(cpus.rstrip("+"))))
-            limits_min.append(minutes_of(max_time))
-            sharing.append(rest[0] if rest else "")
-
-    slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l|%h")
+    nodes = _read_nodes(asked.get("partition"))
     partitions = _read_partitions()
-    found: dict[str, list[Limit]] = {"time_min": [], "mem_mb": [], "num_cpus": [], "min_cpus": []}
-    known_limits = [each for each in limits_min if each is not None]
-    if known_limits and len(known_limits) == len(limits_min):
-        found["time_min"].append(Limit(number=max(known_limits), of=f"MaxTime of partition {names[0]}"))
-    own = [partitions[name] for name in dict.fromkeys(names) if name in partitions]
-    for facts in [config, *(own if len(own) == 1 else [])]:
+    # Of several partitions a job gets any, so their own limits are left to Slurm.
+    partition: Mapping[str, str] = {}
+    if len(nodes.partitions) == 1:
+        partition = partitions.get(nodes.partitions[0], {})
+
+    limits: dict[str, list[Limit]] = {"time_min": [], "mem_mb": [], "num_cpus": [], "min_cpus": []}
+    time_min = nodes.longest_min()
+    if time_min is not None:
+        limits["time_min"].append(Limit(number=time_min, of=f"MaxTime of partition {nodes.partitions[0]}"))
+    for facts, owner in ((config, "the cluster"), (partition, f"partition {partition.get('PartitionName')}")):
         mem_mb = megabytes_of(facts.get("MaxMemPerNode", ""))
         if mem_mb:
-            of = f"partition {facts['PartitionName']}" if "PartitionName" in facts else "the cluster"
-            found["mem_mb"].append(Limit(number=math.floor(mem_mb), of=f"MaxMemPerNode of {of}"))
+            limits["mem_mb"].append(Limit(number=math.floor(mem_mb), of=f"MaxMemPerNode of {owner}"))
     if re.search("limits|safe|all", config.get("AccountingStorageEnforce", "")):
-        partition_qos = own[0].get("QoS", "") if len(own) == 1 else ""
-        for name, limit in _limits_of_accounts(asked, partition_qos).items():
-            found[name].append(limit)
-    largest_mem_mb = max((mem_mb for _, mem_mb, _ in nodes), default=0)
-    default = config.get("DefMemPerCPU") or config.get("DefMemPerNode") or ""
-    default_mb = megabytes_of(default)
+        for name, limit in _limits_of_accounts(asked, partition.get("QoS", "")).items():
+            limits[name].append(limit)
+    default_mb = megabytes_of(config.get("DefMemPerCPU") or config.get("DefMemPerNode") or "")
     return Limits(
         cluster=config.get("ClusterName", ""),
         max_array_size=int(config["MaxArraySize"]),
-        nodes=nodes,
-        larger_nodes={name: mem_mb for name, mem_mb in largest.items() if mem_mb > largest_mem_mb},
-        is_exclusive=bool(sharing) and all(each.startswith("EXCLUSIVE") for each in sharing),
-        time_min=_least(found["time_min"]),
-        mem_mb=_least(found["mem_mb"]),
-        num_cpus=_least(found["num_cpus"]),
-        min_cpus=max(found["min_cpus"], key=lambda each: each.number, default=None),
+        nodes=nodes.nodes,
+        larger_nodes=nodes.larger_elsewhere(),
+        is_exclusive=bool(nodes.sharing) and all(each.startswith("EXCLUSIVE") for each in nodes.sharing),
+        time_min=_least(limits["time_min"]),
+        mem_mb=_least(limits["mem_mb"]),
+        num_cpus=_least(limits["num_cpus"]),
+        min_cpus=max(limits["min_cpus"], key=lambda each: each.number, default=None),
         default_mem_mb=round(default_mb) if default_mb else None,
     )
+
+
+@dataclass(kw_only=True)
+class _Nodes:
+    """What sinfo shows: a line for each partition and kind of node."""
+
+    partitions: list[str] = field(default_factory=list)  # that a job may use
+    nodes: list[tuple[str, int, int]] = field(default_factory=list)  # (state, MB, CPUs), of these
+    times_min: list[int | None] = field(default_factory=list)  # their limits; None: none
+    sharing: list[str] = field(default_factory=list)  # OverSubscribe
+    others_mb: dict[str, int] = field(default_factory=dict)  # other partition -> MB of its largest node
+
+    def longest_min(self) -> int | None:
+        """Return the longest time limit, or None if a partition has none."""
+        known = [each for each in self.times_min if each is not None]
+        return max(known) if known and len(known) == len(self.times_min) else None
+
+    def larger_elsewhere(self) -> dict[str, int]:
+        """Return the other partitions with more memory on a node than these have."""
+        largest_mb = max((mem_mb for _, mem_mb, _ in self.nodes), default=0)
+        return {name: mem_mb for name, mem_mb in self.others_mb.items() if mem_mb > largest_mb}
+
+
+def _read_nodes(partition: str | None) -> _Nodes:
+    """Ask sinfo. ``partition``: names, separated by commas, or None for the default one."""
+
+    def parse(text: str) -> _Nodes:
+        found = _Nodes()
+        for line in text.splitlines():
+            name, state, mem, cpus, max_time, *rest = line.split("|")
+            mem_mb = int(mem.rstrip("+"))
+            # sinfo marks the default partition with "*".
+            plain = name.removesuffix("*")
+            is_asked = name.endswith("*") if partition is None else plain in partition.split(",")
+            if not is_asked:
+                found.others_mb[plain] = max(mem_mb, found.others_mb.get(plain, 0))
+                continue
+            if plain not in found.partitions:
+                found.partitions.append(plain)
+            found.nodes.append((state, mem_mb, int(cpus.rstrip("+"))))
+            found.times_min.append(minutes_of(max_time))
+            found.sharing.append(rest[0] if rest else "")
+        return found
+
+    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l|%h")
 
 
 def _least(limits: list[Limit]) -> Limit | None:

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -106,17 +107,19 @@ def plan_data_set(args: argparse.Namespace) -> int:
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     cut = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
-    plan, lines, output_bytes = make_plan(config, **cut, stripe=args.stripe, dry_run=args.dry_run)
-    need = Need(num_bytes=output_bytes, num_shards=plan.num_shards)
-    print_lines(*lines, *space_lines(config.output_dir, need))
+    plan, estimate = make_plan(config, **cut, stripe=args.stripe, dry_run=args.dry_run)
+    need = Need(num_bytes=estimate.output_bytes, num_shards=plan.num_shards)
+    if args.json:
+        print_lines(json.dumps({"output_dir": str(config.output_dir), **estimate.to_json(plan)}))
+        return 0
+    print_lines(*estimate.lines(plan), *space_lines(config.output_dir, need))
     if args.dry_run:
         print_lines("nothing was written because of --dry_run: leave it out to write this plan")
         return 0
     from shutil import which
 
-    here = commands.run(config.output_dir)
-    submit = f"{commands.submit(config.output_dir)}  # or, on this machine: {here}"
-    print_lines(f"next: {submit if which('sbatch') else here}")
+    following = commands.submit if which("sbatch") else commands.run
+    print_lines(f"next: {following(config.output_dir)}")
     return 0
 
 
@@ -127,6 +130,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     text = "make even shards of about this much input, such as 512M (default: by --num_shards)"
     add("--shard_bytes", metavar="SIZE", help=text)
     shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON on standard output")
     add = parser.add_argument_group("Lustre layout of a new output folder").add_argument
     text = (
         "auto: print it, change nothing. none: ignore it. N[,SIZE][,POOL]: one stripe for the first 64 MiB "

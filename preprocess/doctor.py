@@ -153,7 +153,7 @@ def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> 
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
             (scratch / "probe.txt").write_text(text, encoding="utf-8")
             config = PrepConfig(input_dir=scratch, model_id=model_id)
-            plan, _, _ = make_plan(config, dry_run=True, say=said.append)
+            plan, _ = make_plan(config, dry_run=True, say=said.append)
         name = "gigatoken" if plan.fast_engine_is_equal else "tokenizers"
         ends = next((line for line in said if line.startswith("documents begin ")), "")
     else:

@@ -37,6 +37,7 @@ from preprocess.plan.conversations import (
     form_line,
     template_warnings,
 )
+from preprocess.plan.estimate import Estimate
 from preprocess.plan.inputs import NUM_THREADS, divide_inputs, find_inputs, sample_documents
 from preprocess.plan.looks import problem_of_fields
 from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
@@ -48,7 +49,7 @@ from preprocess.read.text_fields import RecordFields, from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors, files
 from shardprep.child_process import call_in_child
-from shardprep.console import counted, printable, say, short_bytes, short_time
+from shardprep.console import counted, printable, say
 from shardprep.format import json_files, names, plan_options
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
@@ -85,14 +86,14 @@ def make_plan(
     dry_run: bool = False,
     looks: bool = True,
     say: Say = say,
-) -> tuple[Plan, list[str], int]:
+) -> tuple[Plan, Estimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
     Shards are even, by their number or by bytes of input; without either, each file is a shard. ``stripe`` is
     the Lustre layout of a folder without a plan, as ``plan --stripe`` takes it. A plan that is already in the
     folder stays, and the new one is only compared with it. ``looks``: refuse files of which nothing can be
     made, and drop byte order marks; the first script's files are taken as they are. ``say`` gets lines to
-    print during the work, such as warnings. Returns the plan, lines about its cost, and its bytes on disk.
+    print during the work, such as warnings. Returns the plan, and its cost.
     Raises Refused if the folder has another plan, NotFound, BadInput, UsageError, CannotWrite, LustreError.
     """
     if stripe not in {"auto", "none"}:
@@ -198,7 +199,7 @@ def make_plan(
             say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
         engine = engine if plan.options.add_special_tokens else engine.bare()
         lookup = None if excluded is None or config.exclude is None else Lookup(excluded, config.exclude)
-        lines, output_bytes = measure(plan, engine, transform, lookup)
+        estimate = measure(plan, engine, transform, lookup)
         # Freeze the plan, or compare it with the one in the folder.
         folder = DataFolder(config.output_dir)
         if not dry_run:
@@ -222,7 +223,7 @@ def make_plan(
         if stripe != "none" and not is_quiet:
             say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
         if dry_run:
-            return plan, lines, output_bytes
+            return plan, estimate
         if frozen is None:
             resolved.publish_first(folder)
         frozen = plans.publish_plan(plan, folder)
@@ -231,7 +232,7 @@ def make_plan(
             transform.publish_copy(folder)
         if excluded is not None and config.exclude is not None:
             publish_excluded(folder, config.exclude, excluded, id_field=config.id_field)
-        return frozen, lines, output_bytes
+        return frozen, estimate
 
 
 def _sha256_of_input(shard: PlannedShard) -> str:
@@ -421,9 +422,10 @@ class Lookup:
 
 def measure(
     plan: Plan, engine: Engine, transform: Transform | None, lookup: Lookup | None = None
-) -> tuple[list[str], int]:
-    """Estimate the cost by a sample in a worker's stages. Returns lines to print, and the bytes on disk."""
-    num_bytes, mask_rule = 0, plan.options.chat_mask_rule
+) -> Estimate:
+    """Estimate the cost by a sample in a worker's stages."""
+    num_bytes = num_text_bytes = 0
+    mask_rule = plan.options.chat_mask_rule
     has_value: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
     with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
         conversations = ConversationSample(plan.options) if plan.options.is_chat else None
@@ -435,6 +437,7 @@ def measure(
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
             writer.append(writer.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
+            num_text_bytes += documents.texts.num_bytes
             if conversations is not None:
                 conversations.see(documents, tokens)
             for name, column in documents.columns.items():
@@ -474,8 +477,7 @@ def measure(
     fraction = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # 1 without --limit
     scale = sum(sizes) / num_bytes * fraction
     stamps = (manifest.tar, manifest.idx, manifest.digests, manifest.ids)
-    output_bytes = round(sum(stamp.num_bytes for stamp in stamps if stamp) * scale)
-    core_hours = (cpu_s * scale + _STARTUP_S * num_shards) / 3600
+    sample_bytes = sum(stamp.num_bytes for stamp in stamps if stamp)
     longest_s = cpu_s * fraction * max(sizes) / num_bytes + _STARTUP_S  # on one core
     if longest_s > _LONG_SHARD_S:
         more = round(num_shards * longest_s / _LONG_SHARD_S) + 1
@@ -488,14 +490,15 @@ def measure(
     if 0 < num_full < num_shards and not plans.is_one_file_a_shard(plan):
         empty = f"{num_shards - num_full:,} of {counted(num_shards, 'shard')} will be empty"
         warnings.append(f"{empty}: the input has too few lines, rows or files; --num_shards {num_full}?")
-    each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{min(sizes)}"
-    text = (
-        f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
-        f"about {counting.num_tokens * scale:.3g} tokens, {short_bytes(output_bytes)} on disk, "
-        f"{core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
-        f"{short_time(round(longest_s))} on it"
+    return Estimate(
+        num_tokens=round(counting.num_tokens * scale),
+        output_bytes=round(sample_bytes * scale),
+        core_s=cpu_s * scale + _STARTUP_S * num_shards,
+        longest_s=longest_s,
+        num_cores=len(os.sched_getaffinity(0)),
+        output_per_text_byte=sample_bytes / max(1, num_text_bytes),
+        notes=[*(f"warning: {warning}" for warning in warnings), *notes],
     )
-    return [text, *(f"warning: {warning}" for warning in warnings), *notes], output_bytes
 
 
 def _check_sample(plan: Plan, counting: Counting) -> None:

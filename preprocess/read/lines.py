@@ -22,7 +22,14 @@ from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed, l
 from preprocess.read.encodings import UTF_8, UTF_8_WITH_MARK, encoding_of
 from preprocess.read.formats import InputRecords, Inspected, Numbers, Start, Stretches, Texts
 from preprocess.read.inputs import OpenInput, RangeReader
-from preprocess.read.separated import Piece, Separator, documents_between, first_start, separator_of
+from preprocess.read.separated import (
+    Piece,
+    Separator,
+    documents_between,
+    first_start,
+    may_end_shards,
+    separator_of,
+)
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
 from shardprep.format.plan import ByteRange
 from shardprep.format.plan_options import PlanOptions
@@ -248,12 +255,12 @@ class TextLines(LineFormat):
     def can_be_split(self, options: PlanOptions) -> bool:
         if options.is_separated:
             # Frames of compressed files begin in the middle of documents.
-            return self.compression is None and separator_of(options, UTF_8).can_end_shards
+            return self.compression is None and may_end_shards(options)
         return options.doc == "line"
 
     def first_start(self, file: OpenInput, byte: int, end: int, options: PlanOptions) -> int | None:
         if options.is_separated:
-            return first_start(file, byte, end, separator_of(options, options.encoding))
+            return first_start(file, byte, end, separator_of(options, UTF_8))
         return super().first_start(file, byte, end, options)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:

@@ -1,7 +1,8 @@
 r"""Cut plain text into documents at blank lines (``--doc paragraph``) or at a string (``--separator``).
 
 A shard may begin behind each separator. What is cut does not depend on where shards begin: white space around
-a document is stripped, and a string that overlaps itself, such as ``---`` in ``----``, ends no shard.
+a document is stripped. A string that overlaps itself, such as ``---`` in ``----``, ends no shard, nor does
+one beyond ASCII.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def separator_of(options: PlanOptions, codec: str) -> Separator:
     if options.doc == "paragraph":
         return Separator(_BLANK_LINES, _KEPT_BYTES, can_end_shards=True)
     return _string(options.separator, codec.removesuffix("-sig"))
+
+
+def may_end_shards(options: PlanOptions) -> bool:
+    """Return whether shards may begin behind separators: if these are the same bytes in each encoding."""
+    return options.separator.isascii() and separator_of(options, "utf-8").can_end_shards
 
 
 def first_start(file: OpenInput, offset: int, end: int, separator: Separator) -> int | None:

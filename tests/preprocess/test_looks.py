@@ -145,3 +145,52 @@ def test_a_file_with_other_fields_than_its_neighbours_is_named(tmp_path: Path) -
     )
     (line,) = [line for line in world.try_plan().ends(0).text.splitlines() if "odd.jsonl" in line]
     assert "prompt" in line
+
+
+PROSE = ["One line\nand another one.", "바닷가 마을의\n겨울은 길다.", "The third", "four\n  five"]
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 7])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_paragraphs_and_texts_between_separators_are_documents(
+    tmp_path: Path, end: str, num_shards: int
+) -> None:
+    texts = [f"{text} {number}" for number, text in enumerate(PROSE * 9)]
+    blank = "\n \t\n\n".join(texts).replace("\n", end)
+    world = World(tmp_path / "a").raw({"a.txt": end + blank + end, "b.txt.gz": gzip.compress(blank.encode())})
+    world.make(num_shards=num_shards, doc="paragraph").verify(deep=True)
+    assert world.texts() == texts * 2
+    marked = "<|endoftext|>\n".join(texts).replace("\n", end)
+    world = World(tmp_path / "b").raw({"a.txt": marked, "b.txt": marked.encode("cp949")})
+    world.make(num_shards=num_shards, separator="<|endoftext|>", encoding="auto").verify(deep=True)
+    assert world.texts() == texts * 2
+    begins = [byte for _, byte, *_ in world.plan_json()["cuts"][1:-1] if byte]
+    assert begins or num_shards == 1
+    World(tmp_path / "c").raw({"a.txt": marked}).try_plan().ends(0, "--separator")
+    World(tmp_path / "d").raw({"a.txt": "a\n"}).try_plan(doc="file", separator="x").ends(2)
+
+
+def test_prose_with_lines_that_go_on_is_told_once(tmp_path: Path) -> None:
+    words = ("the kettle sings and nobody is listening to a store of red, " * 40).split()
+    rng = random.Random(0)
+    paragraphs = []
+    for _ in range(6):
+        rng.shuffle(words)
+        lines = [" ".join(words[first : first + 12]) for first in range(0, 120, 12)]
+        paragraphs.append("\n".join(lines) + ".")
+    text = "\n\n".join(paragraphs)
+    said = World(tmp_path / "a").raw({"a.txt": text, "b.txt": text}).try_plan().ends(0).text
+    assert said.count("--doc paragraph") == 1
+    others = World(tmp_path / "b").raw({"a.txt": "\n".join(ENGLISH * 30)}).try_plan().ends(0).text
+    assert "--doc paragraph" not in others
+
+
+def test_plan_prints_short_lines_or_json(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "\n".join(ENGLISH * 9), "b.jsonl": RIGHT})
+    lines = world.try_plan(dry_run=True, num_shards=2).ends(0).out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["inputs:", "plan", "about"]
+    assert max(map(len, lines[:3])) <= 80
+    (line,) = world.try_plan(num_shards=2, json=True).ends(0).out.splitlines()
+    told = json.loads(line)
+    assert (told["num_inputs"], told["num_shards"]) == (2, 2)
+    assert told["plan_id"] == world.plan_json()["plan_id"]

@@ -324,7 +324,7 @@ def test_each_file_is_an_input_or_left_out_with_the_right_reason(tmp_path: Path)
 @pytest.fixture
 def odd_world(tmp_path: Path) -> World:
     """A folder with a file for every reason to leave it out; only a.txt and b/c.txt are plain inputs."""
-    names = ("a.txt", "b/c.txt", "README.txt", "notes.md", "more.md", "x.csv", ".m.jsonl", "._p.jsonl")
+    names = ("a.txt", "b/c.txt", "README.txt", "notes.md", "more.md", "x.psv", ".m.jsonl", "._p.jsonl")
     world = World(tmp_path).raw({name: f"This is {name}.\n" for name in names})
     world.raw({".git/d.txt": "no text\n", "dataset_info.json": "{}"})
     (tmp_path / "elsewhere").mkdir()

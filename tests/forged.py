@@ -70,9 +70,10 @@ def rewrite_plan(path: Path, old: str, new: str) -> None:
             block[:] = [end - at, hashlib.sha256(data[at:end]).hexdigest()]
             at = end + len(b",\n")
     rows = json.loads("{" + behind.lstrip(","))
-    hashed_columns = {"inputs": (0, 1, 3), "cuts": (0, 1, 3)}
+    # Path, size, hash and, if it is not that of the option, encoding; input, byte, hash.
+    hashed_columns = {"inputs": (0, 1, 3, 4), "cuts": (0, 1, 3)}
     for name, columns in hashed_columns.items():
-        lines = [[row[column] for column in columns] for row in rows[name]]
+        lines = [[row[column] for column in columns if column < 4 or row[column]] for row in rows[name]]
         text = "".join(json.dumps(each, separators=(",", ":"), ensure_ascii=False) for each in lines)
         head[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
     write_head(path, head, data)

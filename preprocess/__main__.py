@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = plan.shard_bytes()
     progress = Progress(counted(len(todo), "shard"), sum(sizes[shard_id] for shard_id in todo))
     with RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record:
-        made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
+        made, failures = run_shards(folder, plan, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]
     total = amounts_line(

@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from preprocess.make.members import DocumentMembers
-from preprocess.make.rows import RowMembers
 from preprocess.read.documents import BadDocument, DocumentBatch
 from preprocess.read.formats import Numbers, Texts
 from shardprep.errors import BadInput
@@ -43,6 +41,15 @@ class _Source:
     def add_learnt(self, num_tokens: int) -> None:
         self.num_learnt_tokens = num_tokens + (self.num_learnt_tokens or 0)
 
+    def merge(self, other: _Source) -> None:
+        self.num_quarantined += other.num_quarantined
+        self.num_bytes += other.num_bytes
+        self.num_text_bytes += other.num_text_bytes
+        self.num_chars += other.num_chars
+        self._lengths += other._lengths
+        if other.num_learnt_tokens is not None:
+            self.add_learnt(other.num_learnt_tokens)
+
     def lengths(self) -> dict[int, list[int]]:
         """Return documents and tokens by length, as TextCounts has them."""
         found = {}
@@ -58,7 +65,8 @@ class Counting:
     def __init__(self, shard_id: int) -> None:
         self._shard_id = shard_id
         self.num_documents = self.num_tokens = 0  # without padding
-        self._num_lines = self._num_used_lines = self._input_bytes = 0
+        self._num_lines = self._num_used_lines = 0
+        self.num_bytes = 0  # of the input
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
         self.bad: list[BadDocument] = []
 
@@ -74,32 +82,40 @@ class Counting:
         return {bad.reason for bad in self.bad}
 
     def add(self, documents: DocumentBatch, num_tokens: Numbers, num_learnt: Numbers | None = None) -> None:
-        """Count a batch, given the tokens of each document, and of a conversation those with labels.
-
-        Raises BadInput for too many sources.
-        """
+        """Count a batch, given the tokens of each document, and of a conversation those with labels."""
         file_source = names.source_of_path(documents.input_path)
         self.num_documents += len(documents.lines)
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
         # Several documents of a conversation have one line.
         self._num_used_lines += len(documents.lines) - int(np.count_nonzero(np.diff(documents.lines) == 0))
-        self._input_bytes += documents.num_bytes
+        self.num_bytes += documents.num_bytes
         if "source" not in documents.columns:
-            self._source(file_source).add(documents.texts, num_tokens, documents.num_bytes)
+            self._sources[file_source].add(documents.texts, num_tokens, documents.num_bytes)
             if num_learnt is not None:
-                self._source(file_source).add_learnt(int(num_learnt.sum()))
+                self._sources[file_source].add_learnt(int(num_learnt.sum()))
         numbers_of = defaultdict[str, list[int]](list)  # documents of each source that records name
         for number, name in enumerate(documents.columns.get("source", ())):
             numbers_of[name or file_source].append(number)
         for name, numbers in numbers_of.items():
             texts = documents.texts.only(numbers)
-            self._source(name).add(texts, num_tokens[numbers], texts.num_bytes)
+            self._sources[name].add(texts, num_tokens[numbers], texts.num_bytes)
             if num_learnt is not None:
-                self._source(name).add_learnt(int(num_learnt[numbers].sum()))
+                self._sources[name].add_learnt(int(num_learnt[numbers].sum()))
         self.bad += documents.bad
         for bad in documents.bad:
-            self._source(bad.source or file_source).num_quarantined += 1
+            self._sources[bad.source or file_source].num_quarantined += 1
+
+    def merge(self, other: Counting) -> None:
+        """Add the counts of the next documents. Raises BadInput for too many sources."""
+        self.num_documents += other.num_documents
+        self.num_tokens += other.num_tokens
+        self._num_lines += other._num_lines
+        self._num_used_lines += other._num_used_lines
+        self.num_bytes += other.num_bytes
+        for name, source in other._sources.items():
+            self._source(name).merge(source)
+        self.bad += other.bad
 
     def _source(self, name: str) -> _Source:
         source = self._sources[name]
@@ -110,7 +126,7 @@ class Counting:
         return source
 
     def counts(
-        self, num_samples: int, members: RowMembers | DocumentMembers, validation: ValidationCounts | None
+        self, num_samples: int, *, num_padding: int, num_split: int, validation: ValidationCounts | None
     ) -> tuple[manifests.ShardCounts, dict[str, manifests.TextCounts]]:
         """Return the counts of the shard, and the counts of texts by source."""
         histogram = [0] * 64
@@ -140,9 +156,9 @@ class Counting:
             num_tokens=self.num_tokens,
             num_lines=self._num_lines,
             num_empty_lines=self._num_lines - self._num_used_lines - len(self.bad),
-            input_bytes=self._input_bytes,
-            num_pad_tokens=members.num_padding,
-            num_documents_across_rows=members.num_split,
+            input_bytes=self.num_bytes,
+            num_pad_tokens=num_padding,
+            num_documents_across_rows=num_split,
             quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
             length_histogram=histogram,
             sources=sources,

@@ -27,6 +27,7 @@ class Engine:
     encode_with: Encode
     encode_chat: EncodeChat | None = None  # without special tokens, and with NO_LOSS in ids outside the spans
     adds_special_tokens: bool = True
+    can_fork: bool = True  # False: it asks a process of its own
 
     @property
     def version(self) -> str:

@@ -31,10 +31,11 @@ class FastTokenizer:
     ids are replaced by BOS and EOS. Control tokens that must stay text are not added tokens here.
 
     gigatoken caches every word that it has seen, in 3 to 7 bytes per byte of new text. So it is loaded again
-    when the process has grown by _MAX_GROWTH_BYTES.
+    when the process has grown by ``max_growth_bytes``.
     """
 
-    _MAX_GROWTH_BYTES = 160 << 20
+    uses_threads = True  # a fork has none of gigatoken's
+    max_growth_bytes = 160 << 20
     _MIN_TEXT_BYTES = 32 << 20  # between two loads: a process that grows for other reasons pays 0.01 s per MB
 
     def __init__(self, tokenizer_json: bytes, allow_special_tokens: bool) -> None:
@@ -59,7 +60,7 @@ class FastTokenizer:
 
         self._backend: Any = None  # frees the cache before new memory is taken
         self._backend = load_hf_json(self._json)
-        self._max_resident_bytes, self._num_bytes = _resident_bytes() + self._MAX_GROWTH_BYTES, 0
+        self._max_resident_bytes, self._num_bytes = _resident_bytes() + self.max_growth_bytes, 0
 
     def _ids(self, text: bytes) -> Ids:
         from gigatoken.gigatoken_rs import BytesSource, PadTruncate
@@ -71,7 +72,7 @@ class FastTokenizer:
             backend = self._backend
         # encode() would keep the interpreter's lock, and would import "awkward" for a list of texts (0.1 s).
         # With parallel=True several threads are served at once.
-        rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
+        rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=self.uses_threads)
         return rows[0]
 
     def encode(self, reference: Callable[[], Engine], texts: Texts, add_special_tokens: bool) -> TokenBatch:

@@ -1,13 +1,15 @@
 """Make several shards on this machine.
 
-Each process loads the tokenizer once, and makes one shard after the other.
+Each process loads the tokenizer once, and makes one shard after the other. When fewer shards are left than
+there are processes, these few share the cores: each waits for its part of them, and has helpers.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preprocess.make import resources
@@ -18,9 +20,7 @@ from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest
-from shardprep.format.plan import (
-    need_plan,
-)
+from shardprep.format.plan import Plan, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
     from shardprep.format.jobs import Failure
@@ -33,8 +33,11 @@ class _Process:
     pipe: Any = None
     _child: Any = None
 
-    def __init__(self, *args: Any) -> None:
-        self._args = args  # of _serve
+    def __init__(
+        self, folder: DataFolder, settings: WorkerSettings, cpus: list[int], is_verbose: bool
+    ) -> None:
+        self.cpus = cpus
+        self._args = (folder, settings, cpus, is_verbose)  # of _serve
 
     def send(self, shard_id: int) -> None:
         """Send a shard to the process, which is started if needed."""
@@ -75,6 +78,7 @@ class _Process:
 
 def run_shards(
     folder: DataFolder,
+    plan: Plan,
     settings: WorkerSettings,
     shard_ids: Iterable[int],
     cpus_of: list[list[int]],
@@ -97,6 +101,9 @@ def run_shards(
     made: list[Manifest] = []
     notes: set[str] = set()
     processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
+    num_processes = len(processes)
+    last_shares: deque[int] = deque()  # processes' cores for each of the last shards
+    free: list[list[int]] = []  # cores of the processes that ended
     try:
         for process in processes:
             process.send(todo.popleft())
@@ -122,15 +129,51 @@ def run_shards(
                     if is_verbose:
                         say(done_line(event, folder))
                 del busy[pipe]
-                if todo:
+                if not todo:
+                    process.end()
+                    continue
+                if not last_shares and not _are_shared(plan, settings, todo, num_processes):
                     process.send(todo.popleft())
                     busy[process.pipe] = process
-                else:
-                    process.end()
+                    continue
+                if not last_shares:
+                    last_shares.extend(_shares(num_processes, len(todo)))
+                process.end()
+                free.append(process.cpus)
+                if len(free) >= last_shares[0]:
+                    num_free = last_shares.popleft()
+                    cpus = sorted({cpu for each in free[:num_free] for cpu in each})
+                    del free[:num_free]
+                    process = _Process(folder, _with_memory(settings, num_free), cpus, is_verbose)
+                    processes.append(process)
+                    process.send(todo.popleft())
+                    busy[process.pipe] = process
     finally:
         for process in processes:
             process.end(at_once=True)
     return made, sorted(failures, key=lambda failure: failure.shard_id)
+
+
+def _are_shared(plan: Plan, settings: WorkerSettings, todo: Collection[int], num_processes: int) -> bool:
+    """Return whether the shards that are left should share the cores of all processes."""
+    if len(todo) >= num_processes:
+        return False
+    num_cpus = num_processes // len(todo)
+    shares = _with_memory(settings, num_cpus)
+    return all(resources.num_helpers(plan, plan.shard(each), shares, num_cpus) for each in todo)
+
+
+def _shares(num_processes: int, num_shards: int) -> list[int]:
+    """Return how many processes' cores each of the shards gets: 3, 3 and 2 of 8."""
+    each, rest = divmod(num_processes, num_shards)
+    return [each + 1] * rest + [each] * (num_shards - rest)
+
+
+def _with_memory(settings: WorkerSettings, num_processes: int) -> WorkerSettings:
+    """Return the settings of a process that has the memory of several."""
+    if settings.memory_gb is None:
+        return settings
+    return replace(settings, memory_gb=settings.memory_gb * num_processes)
 
 
 def _serve(
@@ -139,8 +182,9 @@ def _serve(
     """Make the shards whose ids come through the pipe, and send events back. Runs in a worker process."""
     from shardprep.format.jobs import Failure
 
-    worker, shard_id = None, -1
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    worker: Worker | None = None
+    shard_id = -1
+    with contextlib.suppress(EOFError, BrokenPipeError), contextlib.ExitStack() as helped:
         guard_streams()
         resources.bind_to(cpus)
         while True:
@@ -148,9 +192,14 @@ def _serve(
             try:
                 if worker is None:
                     plan = need_plan(folder).at(settings.input_dir)
-                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+                    shard = plan.shard(shard_id)
+                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send, shares=shard)
+                    helped.enter_context(worker)
                     if is_verbose:
                         pipe.send(worker.resources_line())
                 pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
             except ShardprepError as error:
                 pipe.send(Failure.of(shard_id, error))
+                if worker is not None and worker.has_helpers:  # they still have jobs of that shard
+                    worker = None
+                    helped.close()

@@ -84,7 +84,7 @@ class DocumentMembers:
         records["num_tokens"] = lengths
         records["input_number"] = documents.input_number
         records["input_offset"] = documents.offsets
-        return TarPiece(buffer.data, records, digests)
+        return TarPiece(buffer, records, digests)
 
     def pieces(self, batch: EncodedBatch) -> Iterator[TarPiece]:
         """Yield pieces of the tar in order, with the idx records of the samples that they complete."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.token_ids import NO_LOSS, Ids, TokenBatch
+from preprocess.read.documents import DocumentBatch
 from shardprep.format import names
 from shardprep.format.documents import DIGEST
 from shardprep.format.spec import DatasetSpec
@@ -22,6 +23,16 @@ from shardprep.format.spec import DatasetSpec
 # Where a document begins: position in tokens, input number, byte in the input; with its digest, or zeros.
 START = np.dtype([("position", "<i8"), ("input_number", "<u4"), ("input_offset", "<u8"), ("digest", DIGEST)])
 Starts = npt.NDArray[np.void]  # START[documents]
+
+
+def starts_of(documents: DocumentBatch, digests: npt.NDArray[np.void]) -> Starts:
+    """Return where documents are in the input, before they have positions. ``digests`` may be empty."""
+    starts = np.zeros(len(documents.lines), START)
+    starts["input_number"] = documents.input_number
+    starts["input_offset"] = documents.offsets
+    if len(digests):
+        starts["digest"] = digests
+    return starts
 
 
 @dataclass(frozen=True, kw_only=True)

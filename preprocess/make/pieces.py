@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.make.counts import Counting
+from preprocess.make.packing import Starts
 from preprocess.make.token_ids import TokenBatch
-from preprocess.read.documents import DocumentBatch
 from shardprep.format.documents import DIGEST
 from shardprep.format.idx import IdxRecords
 
@@ -22,16 +23,17 @@ class TarPiece(NamedTuple):
     The samples are all for training, or all for validation.
     """
 
-    data: bytes | memoryview
+    data: bytes | npt.NDArray[np.uint8]
     records: IdxRecords
     digests: Digests = NO_DIGESTS  # of the documents that begin in the samples, if digests are kept
     is_validation: bool = False
 
 
 class EncodedBatch(NamedTuple):
-    """Encoded documents, and their members of the tar if these depend on this batch alone."""
+    """Encoded documents, with all that the writer needs of them. It reads no text."""
 
-    documents: DocumentBatch
-    tokens: TokenBatch
-    digests: Digests  # DIGEST[documents], or empty if digests are not kept
+    counts: Counting  # of this batch
+    id_lines: bytes  # for the file of ids, if ids are kept
     piece: TarPiece | None  # members, with offsets from 0; None for rows, which are packed in order
+    tokens: TokenBatch | None = None  # to pack into rows
+    starts: Starts | None = None  # START[documents], with positions of 0, to pack into rows

@@ -56,7 +56,12 @@ def reference_engine(tokenizer: ForeignTokenizer, *, allow_special_tokens: bool,
         parts = [encode_each(_encode_chat, texts.each[it], spans[it], mask_rule) for it in slices]
         return TokenBatch.joined(parts)
 
-    return Engine(name="tokenizers", encode_with=encode, encode_chat=encode_chat)
+    return Engine(
+        name="tokenizers",
+        encode_with=encode,
+        encode_chat=encode_chat,
+        can_fork=not tokenizer.is_limited,
+    )
 
 
 def _groups(texts: Texts) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import UsageError
+from shardprep.format.plan import Plan, PlannedShard
 from shardprep.format.plan_options import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
 from shardprep.option import option
 
@@ -144,6 +145,7 @@ class WorkerSettings(InputSettings):
     )
     again: bool = option(False, "make shards again that are done, such as damaged ones", group="resources")
     max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; not a flag
+    stretch_bytes: int | None = option(None)  # from SHARDPREP_STRETCH_BYTES; not a flag
 
     def __post_init__(self) -> None:
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
@@ -162,4 +164,37 @@ def worker_settings(given: dict[str, Any]) -> WorkerSettings:
     """Return the worker's options: ``given``, else from DATASET_[WRITER_]BATCH_SIZE, else the defaults."""
     numbers = map(environment_number, ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"))
     settings = {"memory_gb": min(memory_limits().values()) / 2**30, **given}
+    settings["stretch_bytes"] = environment_number("SHARDPREP_STRETCH_BYTES")
     return WorkerSettings(max_batch_documents=min(filter(None, numbers), default=None), **settings)
+
+
+# Helpers. ------------------------------------------------------------------------------------------------
+
+# Input that a helper reads at once. The batches of a stretch must fit into its shared memory: short
+# documents take 22 times their text in a tar.
+_DOCUMENT_STRETCH_BYTES = 1 << 20
+_ROW_STRETCH_BYTES = 4 << 20
+_HELPER_BYTES = 160 << 20  # of memory
+_LEAST_HELPER_SHARE = 8  # stretches per helper; for fewer, the helpers' start is too long
+
+
+def stretch_bytes(plan: Plan, settings: WorkerSettings) -> int:
+    """Return how much of a shard a helper gets at once."""
+    if settings.stretch_bytes is not None:
+        return settings.stretch_bytes
+    return _ROW_STRETCH_BYTES if plan.options.has_rows else _DOCUMENT_STRETCH_BYTES
+
+
+def num_helpers(plan: Plan, shard: PlannedShard, settings: WorkerSettings, num_cpus: int) -> int:
+    """Return how many helpers should share the work on a shard: one per CPU, or 0 if it is too small.
+
+    A limit of documents is counted in order, and conversations are rendered by a process of their own, so
+    such shards have none.
+    """
+    if num_cpus < 2 or shard.max_documents is not None or plan.options.is_chat:
+        return 0
+    number = min(num_cpus, shard.num_bytes // (_LEAST_HELPER_SHARE * stretch_bytes(plan, settings)))
+    if settings.memory_gb is not None:
+        spare_bytes = int(settings.memory_gb * 2**30) - PROCESS_BYTES
+        number = min(number, spare_bytes // _HELPER_BYTES)
+    return number if number > 1 else 0

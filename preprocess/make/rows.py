@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.packing import START, RowGroup, Starts, packer_of
+from preprocess.make.packing import RowGroup, Starts, packer_of
 from preprocess.make.pieces import Digests, EncodedBatch, TarPiece
 from preprocess.make.tar_headers import ustar_header
 from preprocess.make.token_ids import NO_LOSS, Ids, TokenBatch
@@ -49,18 +49,16 @@ class RowMembers:
         Documents for validation are held until they fill a member. So the order of members depends on the
         documents alone, not on batches, and consecutive documents for training are packed together.
         """
-        documents, tokens = batch.documents, batch.tokens
-        starts = np.zeros(len(documents.lines), START)
-        starts["input_number"], starts["input_offset"] = documents.input_number, documents.offsets
-        if len(batch.digests):
-            starts["digest"] = batch.digests
+        tokens, starts = batch.tokens, batch.starts
+        assert tokens is not None  # it is from ``ShardWriter.lay_out``
+        assert starts is not None
         if not (fraction := self._spec.validation_fraction):
             yield from map(self._member, self._packers[0].append(tokens, starts))
             return
         is_training = ~are_for_validation(starts["digest"], fraction)
         numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
         for number in np.flatnonzero(~is_training).tolist():
-            self._held.append((ids[number], starts[number : number + 1]))
+            self._held.append((ids[number].copy(), starts[number : number + 1].copy()))
             self._num_held_tokens += len(ids[number])
             if self._num_held_tokens >= self._member_tokens:
                 here = is_training & (first <= numbers) & (numbers < number)

@@ -10,44 +10,40 @@ shard after the other.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
 import platform
 import resource
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 import shardprep
 from preprocess.make import resources
 from preprocess.make.attempt import finished_manifest
 from preprocess.make.chosen_engine import load_engine
+from preprocess.make.encoding import BatchEncoder, read_blanked_of
+from preprocess.make.helpers import HelperFacts, Helpers
 from preprocess.make.in_order import in_order
 from preprocess.make.log_lines import done_line, input_line
 from preprocess.make.pieces import EncodedBatch
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.token_ids import NO_LOSS
+from preprocess.make.stretches import stretches_of
 from preprocess.make.writer import ShardWriter
-from preprocess.read.documents import DocumentBatch, DocumentReader, advice_about
-from preprocess.read.formats import BATCH_BYTES, Texts
+from preprocess.read.documents import DocumentReader, advice_about
+from preprocess.read.formats import BATCH_BYTES
 from shardprep.console import Progress, counted, quoted, say
 from shardprep.errors import BadInput, CannotWrite, ReadWriteError
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
 from shardprep.format.inputs import place_text
 from shardprep.format.manifest import Manifest, RunFacts
 from shardprep.format.plan import Plan, PlannedShard, need_plan
 from shardprep.format.plan_options import EngineName
-from shardprep.format.spec import BLANK
 
-if TYPE_CHECKING:  # a task of one shard does without them
-    pass
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
 _SLURM_VARIABLES = [
@@ -70,10 +66,10 @@ def make_shard(
     if memory_note:
         say(f"note: {memory_note}")
     # Load the engine. This checks the tokenizer's files and ids against the plan.
-    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
-    say(worker.resources_line())
-    progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
-    manifest = worker.run_shard(shard, progress.add)
+    with Worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shares=shard) as worker:
+        say(worker.resources_line())
+        progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
+        manifest = worker.run_shard(shard, progress.add)
     say(done_line(manifest, folder))
     return 0
 
@@ -89,10 +85,17 @@ class Worker:
         *,
         num_cpus: int,
         warn: Callable[[str], None],
+        shares: PlannedShard | None = None,
     ) -> None:
-        """Load the plan's tokenizer. Raises OtherTokenizer if it changed."""
+        """Load the plan's tokenizer. Raises OtherTokenizer if it changed.
+
+        ``shares``: the first shard. If it is large enough, and there are several CPUs, processes share the
+        work on each shard.
+        """
         self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
-        self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
+        num_helpers = 0 if shares is None else resources.num_helpers(plan, shares, settings, num_cpus)
+        if not num_helpers:
+            self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
             from preprocess.read.chat import check_chat_versions
 
@@ -106,6 +109,24 @@ class Worker:
         # Each thread has a batch. Even two cores get two threads: one encodes while the other lays out.
         num_encoders = min(_MAX_ENCODERS, num_cpus, max(2, num_cpus // 2))
         self._num_encoders = int(max(1, min(num_encoders, text_bytes / BATCH_BYTES)))
+        self._helpers: Helpers | None = None
+        if num_helpers and self.engine.can_fork:
+            self._helpers = Helpers(
+                plan, folder, settings, self.engine, num_helpers=num_helpers, batch_bytes=self._batch_bytes
+            )
+        elif num_helpers:
+            self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._helpers is not None:
+            self._helpers.end()
+
+    @property
+    def has_helpers(self) -> bool:
+        return self._helpers is not None
 
     def resources_line(self) -> str:
         """Return a log line with the engine, CPUs, batch size and memory limit."""
@@ -114,6 +135,8 @@ class Worker:
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         batches = f"batches of {self._batch_bytes >> 10} KiB of text"
         cpus = counted(self.num_cpus, "CPU")
+        if self._helpers is not None:
+            cpus += f" with {counted(self._helpers.number, 'helper')}"
         return f"{engine.name} {engine.version}{slower}, {cpus}, {batches}, {memory}"
 
     def run_shard(self, shard: PlannedShard, progress: OnBatch) -> Manifest:
@@ -136,25 +159,28 @@ class Worker:
     ) -> Manifest:
         """Make a shard in ``folder``: the plan's, or a temporary one, as ``verify --deep`` does."""
         began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
-        plan, options, transform = self.plan, self.plan.options, self._reader.transform
-        transform_began_s = transform.cpu_s if transform else 0.0
+        plan = self.plan
+        writer = ShardWriter(folder, plan.spec, plan.options, shard.shard_id)
+        blanked = read_blanked_of(plan, self.folder, shard.shard_id)
+        encoder = BatchEncoder(plan=plan, engine=self.engine, writer=writer, blanked=blanked)
         render_began_s = self._render_cpu_s()
-        batches = self._reader.read_shard(shard, self._batch_bytes)
-        if (most := self.settings.max_batch_documents) is not None:
-            batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
-        writer = ShardWriter(folder, plan.spec, options, shard.shard_id)
-        blanked = None
-        if options.blanked and shard.shard_id in names.ids_of_ranges(options.blanked):
-            blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
-        encode = functools.partial(self._encode_and_lay_out, writer, blanked)
-        with contextlib.closing(in_order(encode, batches, self._num_encoders)) as encoded, writer:
+        transform_began_s = 0.0
+        if self._helpers is None and self._reader.transform is not None:
+            transform_began_s = self._reader.transform.cpu_s
+        with contextlib.closing(self._encoded(shard, encoder)) as encoded, writer:
             for batch in encoded:
                 writer.append(batch)
-                num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
-                progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
+                counts = batch.counts
+                amounts = {"documents": counts.num_documents, "tokens": counts.num_tokens}
+                progress(counts.num_bytes, amounts)
                 del batch  # free its part of the tar, up to 11 MB, before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
+            used = self._used(transform_began_s)
             render_cpu_s = self._render_cpu_s() - render_began_s
+            helpers_cpu_s = sum(each.cpu_s for each in used)
+            libraries: dict[str, str] = {}  # of the user's function
+            for each in used:
+                libraries.update(each.libraries)
             facts = RunFacts(
                 engine=f"{self.engine.name} {self.engine.version}",
                 shardprep=shardprep.__version__,
@@ -164,10 +190,11 @@ class Worker:
                 num_cpus=self.num_cpus,
                 began=round(began, 3),
                 wall_s=round(time.monotonic() - wall_began, 3),
-                cpu_s=round(time.process_time() - cpu_began + render_cpu_s, 3),
-                max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                transform_cpu_s=round(transform.cpu_s - transform_began_s, 3) if transform else 0.0,
-                libraries=transform.versions() if transform else {},
+                cpu_s=round(time.process_time() - cpu_began + render_cpu_s + helpers_cpu_s, 3),
+                max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                + sum(each.grown_bytes for each in used),
+                transform_cpu_s=round(sum(each.transform_cpu_s for each in used), 3),
+                libraries=libraries,
                 render_cpu_s=round(render_cpu_s, 3),
             )
             return writer.commit(
@@ -182,33 +209,26 @@ class Worker:
 
         return chat.cpu_s()
 
-    def _encode_and_lay_out(
-        self, writer: ShardWriter, blanked: BlankedDocuments | None, documents: DocumentBatch
-    ) -> EncodedBatch:
-        """Encode a batch and lay out its members. Runs in a thread: depends on no other batch."""
-        plan, mask_rule = self.plan, self.plan.options.chat_mask_rule
-        tokens = self.engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
-        if blanked is None:
-            return writer.lay_out(documents, tokens)
-        # The token ids of a blanked document become BLANK; its text, id and digest are removed. All documents
-        # are counted as before, so the counts equal those of the shard that this one replaces.
-        is_blanked = blanked.are_at(documents.input_number, documents.offsets)
-        blank_ids = np.uint32(BLANK)
-        if plan.options.is_chat:  # keep the loss mask
-            blank_ids = (tokens.ids & NO_LOSS) | blank_ids
-        ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
-        digests = None
-        if plan.options.digests:
-            digests = documents.digests()
-            sides = are_for_validation(digests, plan.spec.validation_fraction)
-            digests = np.where(is_blanked, blank_digests(sides), digests)
-        columns = dict(documents.columns)
-        if "id" in columns:
-            ids_of = zip(columns["id"], is_blanked, strict=True)
-            columns["id"] = ["" if blank else name for name, blank in ids_of]
-        texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
-        batch = writer.lay_out(replace(documents, texts=Texts(texts)), replace(tokens, ids=ids), digests)
-        return batch._replace(documents=replace(documents, columns=columns))
+    def _encoded(self, shard: PlannedShard, encoder: BatchEncoder) -> Generator[EncodedBatch, None, None]:
+        """Yield the encoded batches of a shard in order, from helpers or from threads of this process."""
+        if self._helpers is not None:
+            size = resources.stretch_bytes(self.plan, self.settings)
+            stretches = stretches_of(shard, self.plan.options, size, self._batch_bytes)
+            return self._helpers.encoded(shard.shard_id, stretches)
+        batches = self._reader.read_shard(shard, self._batch_bytes)
+        if (most := self.settings.max_batch_documents) is not None:
+            batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
+        return in_order(encoder.encode, batches, self._num_encoders)
+
+    def _used(self, transform_began_s: float) -> list[HelperFacts]:
+        """Return what helpers, and the user's function in this process, used for a shard."""
+        if self._helpers is not None:
+            return self._helpers.facts()
+        transform = self._reader.transform
+        if transform is None:
+            return []
+        used_s = transform.cpu_s - transform_began_s
+        return [HelperFacts(cpu_s=0, grown_bytes=0, transform_cpu_s=used_s, libraries=transform.versions())]
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         """Raise BadInput if too many documents were left out; the quarantine file lists them."""

@@ -22,6 +22,7 @@ import orjson
 from preprocess.make.attempt import make_mark, marks_of, remove_marks, remove_temporaries_of
 from preprocess.make.counts import Counting
 from preprocess.make.members import DocumentMembers
+from preprocess.make.packing import starts_of
 from preprocess.make.pieces import NO_DIGESTS, Digests, EncodedBatch, TarPiece
 from preprocess.make.rows import RowMembers
 from preprocess.make.token_ids import NO_LOSS, TokenBatch
@@ -81,38 +82,45 @@ class ShardWriter:
         return self._files.enter_context(self._folder.new_file(name))
 
     def lay_out(
-        self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests | None = None
+        self,
+        documents: DocumentBatch,
+        tokens: TokenBatch,
+        digests: Digests | None = None,
+        counted: DocumentBatch | None = None,
     ) -> EncodedBatch:
-        """Lay out the members of a batch if they depend on it alone. Runs in a thread.
+        """Count the documents of a batch, and lay out its members if they depend on it alone.
 
-        ``digests`` default to those of the documents, if digests are kept. Raises BadInput, OtherTokenizer.
+        Runs in threads and in other processes: it changes nothing. ``digests`` default to those of the
+        documents, if digests are kept, and ``counted``, whose texts and ids are counted and kept, to the
+        documents. Raises BadInput, OtherTokenizer.
         """
         if digests is None:
             digests = documents.digests() if self._options.digests else NO_DIGESTS
-        return EncodedBatch(documents, tokens, digests, self._members.lay_out(documents, tokens, digests))
-
-    def append(self, batch: EncodedBatch) -> None:
-        """Add documents, in the order of the input."""
+        if counted is None:
+            counted = documents
+        counts = Counting(self._shard_id)
         num_learnt = None
         if self._spec.record == "chat":
             # int64[tokens + 1]: tokens with labels before each token
-            before = np.concatenate([[0], np.cumsum(batch.tokens.ids < NO_LOSS)])
-            num_learnt = np.diff(before[batch.tokens.offsets])
-        self.counting.add(batch.documents, np.diff(batch.tokens.offsets), num_learnt)
+            before = np.concatenate([[0], np.cumsum(tokens.ids < NO_LOSS)])
+            num_learnt = np.diff(before[tokens.offsets])
+        counts.add(counted, np.diff(tokens.offsets), num_learnt)
+        id_lines = _id_lines(counted) if self._options.id_field else b""
+        piece = self._members.lay_out(documents, tokens, digests)
+        if piece is not None:
+            return EncodedBatch(counts, id_lines, piece)
+        return EncodedBatch(counts, id_lines, None, tokens, starts_of(documents, digests))
+
+    def append(self, batch: EncodedBatch) -> None:
+        """Add documents, in the order of the input."""
+        self.counting.merge(batch.counts)
         if "ids" in self._side_files:
-            # One line of JSON per document: input number, place in it, id. Lines of text have no id.
-            documents = batch.documents
-            ids = documents.columns.get("id") or [""] * len(documents.lines)
-            lines = [
-                orjson.dumps([documents.input_number, *place], option=orjson.OPT_APPEND_NEWLINE)
-                for place in zip(documents.offsets.tolist(), ids, strict=True)
-            ]
-            self._side_files["ids"].write(b"".join(lines))
+            self._side_files["ids"].write(batch.id_lines)
         self._write(self._members.pieces(batch))
 
     def _write(self, pieces: Iterable[TarPiece]) -> None:
         for piece in pieces:
-            self._tar.write(piece.data)
+            self._tar.write(memoryview(piece.data))  # type: ignore[arg-type]  # numpy's arrays are buffers, too
             if piece.is_validation:
                 self._validation.append(piece._replace(data=b""))
             else:
@@ -146,7 +154,13 @@ class ShardWriter:
                 num_documents=sum(len(piece.digests) for piece in self._validation),
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
-        counts, texts = self.counting.counts(self._num_samples, self._members, validation)
+        members = self._members
+        counts, texts = self.counting.counts(
+            self._num_samples,
+            num_padding=members.num_padding,
+            num_split=members.num_split,
+            validation=validation,
+        )
         manifest = Manifest(
             spec=self._spec,
             shard_id=self._shard_id,
@@ -176,3 +190,13 @@ class ShardWriter:
             del entry["source"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
+
+
+def _id_lines(documents: DocumentBatch) -> bytes:
+    """Return a line of JSON per document: input number, place in it, id. Lines of text have no id."""
+    ids = documents.columns.get("id") or [""] * len(documents.lines)
+    lines = [
+        orjson.dumps([documents.input_number, *place], option=orjson.OPT_APPEND_NEWLINE)
+        for place in zip(documents.offsets.tolist(), ids, strict=True)
+    ]
+    return b"".join(lines)

@@ -94,6 +94,11 @@ class DocumentBatch:
     num_bytes: int  # bytes of the file that were read for the batch
     bad: list[BadDocument] = field(default_factory=list)
 
+    def moved(self, num_lines: int) -> DocumentBatch:
+        """Return the documents with line numbers that are larger by ``num_lines``."""
+        bad = [replace(each, line=each.line + num_lines) for each in self.bad]
+        return replace(self, lines=self.lines + num_lines, first_line=self.first_line + num_lines, bad=bad)
+
     def only(self, numbers: Numbers, texts: Texts | None = None) -> DocumentBatch:
         """Return some of the documents, with the given texts or their own. The counts do not change."""
         picked = numbers.tolist()
@@ -177,10 +182,8 @@ class DocumentReader:
         yield from self.read_ranges(shard.ranges, batch_bytes, digest, shard.max_documents)
         if self.transform is not None:
             self.transform.files.check_unchanged()
-        if digest is not None and digest.hexdigest() != shard.sha256:
-            names = ", ".join(str(byte_range.path) for byte_range in shard.ranges[:3])
-            found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
-            raise Refused(path=names, found=found, expected=str(shard.sha256)[:12], advice=RESTORE)
+        if digest is not None:
+            check_digest(shard, digest)
 
     def read_ranges(
         self,
@@ -188,41 +191,20 @@ class DocumentReader:
         batch_bytes: int = BATCH_BYTES,
         digest: hashlib._Hash | None = None,
         max_documents: int | None = None,
+        *,
+        keeps_reasons: bool = False,
     ) -> Generator[DocumentBatch, None, None]:
         """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
         All bytes of the ranges are added to ``digest``, in order. Reading ends after ``max_documents``.
+        ``keeps_reasons``: keep all reasons of LeaveOut, of which a shard may have only so many.
         Raises NotFound, ReadWriteError, BadInput if a file is not of its format, and Refused if it changed
         while it was read, unless the digest shows every change.
         """
-        transform, template, excluded = self.transform, self._template, self._excluded
-        reasons: set[str] = set()  # of LeaveOut, so far
+        reasons: set[str] | None = None if keeps_reasons else set()  # of LeaveOut, so far
         num_left, bytes_left = max_documents, sum(byte_range.end - byte_range.start for byte_range in ranges)
         for documents in read_records(ranges, self._fields, batch_bytes, digest):
-            if transform is not None:
-                columns = dict(documents.columns)
-                records = columns.pop("record", None)
-                if records is None:  # plain text
-                    records = [{"text": text.decode()} for text in documents.texts]
-                given = zip(records, documents.offsets.tolist(), strict=True)
-                results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
-                documents = replace(documents, columns=columns).with_texts(results)
-            if template is not None:
-                documents = _render(documents, template)
-            if excluded is not None:
-                ids = documents.columns.get("id")
-                matches = excluded.of_documents(
-                    documents.input_path, documents.offsets, ids, documents.digests
-                )
-                is_named = matches.max(axis=0, initial=-1) >= 0  # by its id, text or place
-                if is_named.any():
-                    texts: list[bytes | UnusableText] = list(documents.texts)
-                    for number in np.flatnonzero(is_named).tolist():
-                        why = excluded.why_excluded(matches[:, number])
-                        # A record is left out once, however many documents it has.
-                        is_again = bool(number) and documents.lines[number] == documents.lines[number - 1]
-                        texts[number] = b"" if is_again else UnusableText("excluded", why)
-                    documents = documents.with_texts(texts)
+            documents = self.prepare(documents, reasons)
             # A conversation may have several documents.
             lines = documents.lines if num_left is None else np.unique(documents.lines)
             if num_left is not None and len(lines) >= num_left:
@@ -234,6 +216,45 @@ class DocumentReader:
                 num_left -= len(lines)
             bytes_left -= documents.num_bytes
             yield documents
+
+    def prepare(self, documents: DocumentBatch, reasons: set[str] | None) -> DocumentBatch:
+        """Apply the user's function, the chat template and the exclusions to documents as they were read.
+
+        ``reasons``: those of LeaveOut so far in the shard, which a shard may have only so many of; new ones
+        are added. None keeps all.
+        """
+        transform, template, excluded = self.transform, self._template, self._excluded
+        if transform is not None:
+            columns = dict(documents.columns)
+            records = columns.pop("record", None)
+            if records is None:  # plain text
+                records = [{"text": text.decode()} for text in documents.texts]
+            given = zip(records, documents.offsets.tolist(), strict=True)
+            results = transform.texts(given, documents.input_path, reasons, is_chat=template is not None)
+            documents = replace(documents, columns=columns).with_texts(results)
+        if template is not None:
+            documents = _render(documents, template)
+        if excluded is not None:
+            ids = documents.columns.get("id")
+            matches = excluded.of_documents(documents.input_path, documents.offsets, ids, documents.digests)
+            is_named = matches.max(axis=0, initial=-1) >= 0  # by its id, text or place
+            if is_named.any():
+                texts: list[bytes | UnusableText] = list(documents.texts)
+                for number in np.flatnonzero(is_named).tolist():
+                    why = excluded.why_excluded(matches[:, number])
+                    # A record is left out once, however many documents it has.
+                    is_again = bool(number) and documents.lines[number] == documents.lines[number - 1]
+                    texts[number] = b"" if is_again else UnusableText("excluded", why)
+                documents = documents.with_texts(texts)
+        return documents
+
+
+def check_digest(shard: PlannedShard, digest: hashlib._Hash) -> None:
+    """Raise Refused if the bytes of a shard's input are not those that were planned."""
+    if digest.hexdigest() != shard.sha256:
+        names = ", ".join(str(byte_range.path) for byte_range in shard.ranges[:3])
+        found = f"other input bytes of shard {shard.shard_id:05d}, with sha256 {digest.hexdigest()[:12]}"
+        raise Refused(path=names, found=found, expected=str(shard.sha256)[:12], advice=RESTORE)
 
 
 def read_records(

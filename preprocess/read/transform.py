@@ -93,13 +93,18 @@ class Transform:
         self._function = function
 
     def texts(
-        self, documents: Iterable[tuple[dict[str, Any], int]], name: str, reasons: set[str], *, is_chat: bool
+        self,
+        documents: Iterable[tuple[dict[str, Any], int]],
+        name: str,
+        reasons: set[str] | None,
+        *,
+        is_chat: bool,
     ) -> list[bytes | UnusableText]:
         """Return the text of each document (of a chat, its messages as JSON), or why it is left out.
 
         ``documents``: (fields, place in the input) of each. ``name``: of the input. ``reasons``: those of
-        LeaveOut so far in this shard; new ones are added. Raises as ``load``, ReadWriteError for an error
-        that may pass, and the errors of the rules in user_code.py.
+        LeaveOut so far in this shard, to which new ones are added; None keeps all. Raises as ``load``,
+        ReadWriteError for an error that may pass, and the errors of the rules in user_code.py.
         """
 
         def texts_in_thread() -> list[bytes | UnusableText]:
@@ -116,7 +121,7 @@ class Transform:
         self.load()
         return self._code.call(texts_in_thread)
 
-    def _result_of(self, fields: dict[str, Any], name: str, offset: int, reasons: set[str]) -> Any:
+    def _result_of(self, fields: dict[str, Any], name: str, offset: int, reasons: set[str] | None) -> Any:
         """Return what the function returns for a document, or why the document is left out."""
         place = f"{name}:{offset}"
         pickled = _pickled_if_nested(fields)
@@ -296,14 +301,30 @@ def _pickled_if_nested(fields: dict[str, Any]) -> bytes | None:
 # Results. -----------------------------------------------------------------------------------------------
 
 
-def _left_out(error: LeaveOut, reasons: set[str]) -> UnusableText:
+_CHOSEN = "transform: "  # begins the reasons of LeaveOut
+
+
+def bounded_reason(reason: str, reasons: set[str]) -> str:
+    """Return a reason why a document is left out, without that of LeaveOut if a shard has too many others.
+
+    ``reasons``: those of LeaveOut so far; a new one is added.
+    """
+    if not reason.startswith(_CHOSEN):
+        return reason
+    # A reason that contains, say, a score would be different for each document.
+    if reason not in reasons and len(reasons) >= _MAX_REASONS:
+        return "transform"
+    reasons.add(reason)
+    return reason
+
+
+def _left_out(error: LeaveOut, reasons: set[str] | None) -> UnusableText:
     shown = "".join(char if char.isprintable() else " " for char in _message_of(error))
     reason = " ".join(shown.split())[:_MAX_REASON_CHARS]
-    # A reason that contains, say, a score would be different for each document.
-    if not reason or (reason not in reasons and len(reasons) >= _MAX_REASONS):
+    if not reason:
         return UnusableText("transform", reason)
-    reasons.add(reason)
-    return UnusableText(f"transform: {reason}", reason)
+    full = f"{_CHOSEN}{reason}"
+    return UnusableText(full if reasons is None else bounded_reason(full, reasons), reason)
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

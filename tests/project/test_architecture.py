@@ -334,11 +334,11 @@ PLAIN_TEXT =""",
     ),
     (
         "preprocess/read/documents.py",
-        "            if transform is not None:\n",
-        """            if self._fields.options.lowercase:
-                lower = [text.lower() for text in documents.texts]
-                documents = replace(documents, texts=Texts(lower))
-            if transform is not None:
+        "        if transform is not None:\n",
+        """        if self._fields.options.lowercase:
+            lower = [text.lower() for text in documents.texts]
+            documents = replace(documents, texts=Texts(lower))
+        if transform is not None:
 """,
     ),
 ]

@@ -44,8 +44,10 @@ class Answers:
 
     def __init__(self, render: Render, messages: list[Message], control: re.Pattern[str]) -> None:
         """Render the messages. ``control`` matches control tokens. Raises Unrendered."""
-        self._render, self._messages, self._control = render, messages, control
-        self.text = render(messages)
+        # A conversation is rendered up to the same message for several answers.
+        self._texts: dict[tuple[int, int, bool], str] = {}
+        self._given_render, self._messages, self._control = render, messages, control
+        self.text = self._render(messages, len(messages))
 
     def span_of(self, number: int) -> Span:
         """Return what message ``number`` became; (0, 0) if nothing. Raises Unrendered."""
@@ -63,25 +65,33 @@ class Answers:
 
     def _span_by_prefixes(self, number: int) -> Span | None:
         try:
-            before = self._render(self._messages[:number], add_generation_prompt=True)
-            after = self._render(self._messages[: number + 1])
+            after = self._render(self._messages, number + 1)
+            if not self.text.startswith(after):
+                return None
+            before = self._render(self._messages, number, with_prompt=True)
         except Unrendered:
             return None
-        if after.startswith(before) and self.text.startswith(after):
-            return len(before), len(after)
-        return None
+        return (len(before), len(after)) if after.startswith(before) else None
+
+    def _render(self, messages: list[Message], number: int, *, with_prompt: bool = False) -> str:
+        """Render the first ``number`` messages."""
+        key = (id(messages), number, with_prompt)
+        if key not in self._texts:
+            options = {"add_generation_prompt": True} if with_prompt else {}
+            self._texts[key] = self._given_render(messages[:number], **options)
+        return self._texts[key]
 
     def _span_by_marks(self, number: int) -> Span:
         marked, places = self._marked, self._places
         own = [places[mark] for mark in marked.of_message[number] if mark in places]
         try:
-            before = self._render(marked.messages[:number], add_generation_prompt=True)
+            before = self._render(marked.messages, number, with_prompt=True)
             begin = self._begin_of_turn(*self._agreement(before))
         except Unrendered:
             if not own:
                 raise
             begin = own[0]
-        end, _ = self._agreement(self._render(marked.messages[: number + 1]))
+        end, _ = self._agreement(self._render(marked.messages, number + 1))
         return min([begin, *own]), max([end, *own])
 
     def _agreement(self, other: str) -> tuple[int, int]:
@@ -145,7 +155,7 @@ class Answers:
     @functools.cached_property
     def _places(self) -> dict[str, int]:
         """Return where each mark is in the text. Raises Unrendered if marks change the text."""
-        with_marks = self._render(self._marked.messages)
+        with_marks = self._render(self._marked.messages, len(self._messages))
         places: dict[str, int] = {}
         for number, found in enumerate(self._mark.finditer(with_marks)):
             places.setdefault(found[0], found.start() - number)

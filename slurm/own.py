@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardprep.format.jobs import AttemptRecord, Submission, user_name
+from slurm.attempts import Attempt, Shard
 from slurm.causes import BAD_INPUT
 from slurm.queue import Job
 from slurm.request import JobRequest, request_of
-from slurm.state import Attempt, DatasetState, Shard
+from slurm.state import DatasetState
 
 _MAX_ATTEMPTS = 3  # that fail in the same way
 

@@ -16,6 +16,7 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import Submission
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
+from slurm.attempts import Shard
 from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.checks import check_folder, check_queue
 from slurm.commands import REQUEST_VARIABLES, ask_patiently, minutes_of
@@ -24,7 +25,7 @@ from slurm.fit import Site, more_memory, more_time
 from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
 from slurm.request import JobRequest, SendOptions, request_of, with_variables
 from slurm.send import Group, send_groups
-from slurm.state import DatasetState, Shard, find_state
+from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
 
 _MAX_ROUNDS = 5  # times that --until_done sends failed shards again

@@ -18,11 +18,12 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import AttemptRecord, read_events, user_name
 from shardprep.format.manifest import Manifest, sum_of_sources
 from shardprep.format.names import id_ranges
+from slurm.attempts import Shard
 from slurm.causes import BAD_INPUT, NODE_FAIL, VANISHED, cause_of_record, last_lines, log_tail, remedy_of
 from slurm.own import why_not_retried
 from slurm.queue import Job, StateName
 from slurm.reasons import meaning_of
-from slurm.state import DatasetState, Shard
+from slurm.state import DatasetState
 
 T = TypeVar("T")
 STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning

@@ -94,7 +94,7 @@ def test_reading_a_plan_loads_no_command_line() -> None:
 
 # The rooms of slurm/. Each imports only those before it.
 SLURM = (
-    *("commands", "request", "limits", "reasons", "queue", "causes", "state", "own", "fit"),
+    *("commands", "request", "limits", "reasons", "queue", "causes", "attempts", "state", "own", "fit"),
     *("scripts", "sbatch", "checks", "status_data", "status_text", "status", "report", "logs"),
     *("controller", "send", "submit", "submitit", "retry", "cancel"),
 )
@@ -115,7 +115,10 @@ def test_arrows_between_the_rooms_of_slurm_go_one_way() -> None:
 
 
 # Modules that show records of other users, too, or tell own records from them.
-SHOWN = {f"slurm/{name}.py" for name in ("queue", "state", "status", "status_data", "logs", "report", "own")}
+SHOWN = {
+    f"slurm/{name}.py"
+    for name in ("queue", "attempts", "state", "status", "status_data", "logs", "report", "own")
+}
 RECORDS = {"submissions", "records", "attempts", "controllers", "unrecorded", "is_own"}
 READERS = {"read_submissions", "read_attempts", "read_own_controllers", "read_events"}
 

@@ -96,8 +96,8 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
         dist.all_reduce(most, dist.ReduceOp.MAX)
     num_documents, largest_id, minus_smallest_id = most.tolist()
     if minus_smallest_id > 0:
-        found = f"id {-minus_smallest_id} in input_ids"
-        raise UsageError(found=found, expected="ids of tokens; only labels have -100")
+        negative = f"id {-minus_smallest_id} in input_ids"
+        raise UsageError(found=negative, expected="ids of tokens; only labels have -100")
     _check_vocabulary(inner, largest_id)
     if not has_two and not is_distributed:
         return _ONE_DOCUMENT

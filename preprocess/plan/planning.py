@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ Say = Callable[[str], None]
 _MIN_WAIT_S = 3.0
 _FILES_STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
+_PLAIN_SUFFIXES = (".txt", ".jsonl", ".json")  # of files that have no more text than bytes
 _CLAIM_NAME = f".{names.PLAN_NAME}.claimed.tmp"
 _NUM_NAMED = 3  # names of inputs that differ, in an error
 
@@ -122,8 +123,10 @@ def make_plan(
     inputs, cuts = divide_inputs(config, listing, num_shards, shard_bytes, say, looks=looks)
     # Resolve the tokenizer. Only the reference can mask conversations, and it encodes little text sooner than
     # engines can be compared.
-    is_little = sum(item.num_bytes for item in inputs) < FEW_BYTES and config.engine != "gigatoken"
-    tries_fast = not (config.is_chat or config.engine == "tokenizers" or is_little)
+    given = {item.name: getattr(config, item.name) for item in plan_options.PLAN_FIELDS}
+    tries_fast = not config.is_chat and config.engine != "tokenizers"
+    if tries_fast and config.engine != "gigatoken":
+        tries_fast = not _have_little_text(input_dir, inputs, PlanOptions(**{**given, **found_out}))
     with scratch_folder() as scratch:
         allow = config.encodes_control_tokens
         resolved = resolve_tokenizer(
@@ -150,7 +153,6 @@ def make_plan(
             if after[-1:] == [resolved.spec.eos_token_id]:  # the tokenizer itself ends each document with EOS
                 found_out |= {"append_eos": True, "own_eos": True}
         # Make the plan. Its id covers all that decides the bytes of the shards.
-        given = {item.name: getattr(config, item.name) for item in plan_options.PLAN_FIELDS}
         plan = Plan(
             plan_id="",
             input_dir=input_dir,
@@ -389,6 +391,29 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
     # Few files are opened, as each is a round trip on a network file system.
     how: dict[str, Any] = {"num_places": _NUM_PLACES, "max_files": 2 * _NUM_PLACES, "transform": transform}
     return sample_documents(plan.input_dir, plan.inputs, plan.options, num_bytes=num_bytes, **how)
+
+
+def _have_little_text(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions) -> bool:
+    """Return whether all inputs together have less than FEW_BYTES of text.
+
+    A compressed file or a table may have much more text than bytes. So these are read until it is known,
+    unless there is a function, without which their text is not known.
+    """
+    if sum(item.num_bytes for item in inputs) >= FEW_BYTES:
+        return False
+    if all(item.path.lower().endswith(_PLAIN_SUFFIXES) for item in inputs):
+        return True
+    if options.transform_sha256:
+        return False
+    num_bytes = 0
+    with contextlib.suppress(
+        errors.ShardprepError
+    ):  # what is wrong with an input is reported when it is measured
+        for documents in sample_documents(input_dir, inputs, options, num_bytes=FEW_BYTES, num_places=1):
+            num_bytes += sum(map(len, documents.texts))
+            if num_bytes >= FEW_BYTES:
+                return False
+    return True
 
 
 class Lookup:

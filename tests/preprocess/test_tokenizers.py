@@ -7,6 +7,7 @@ batches of 7 documents.
 from __future__ import annotations
 
 import functools
+import gzip
 import importlib.metadata
 import io
 import itertools
@@ -546,6 +547,13 @@ def test_engines_agree_with_each_other_and_with_transformers_on_any_text(
     named = [ids for _, text, ids in documents if EOS in text]
     assert named
     assert all((end in ids) == bool(options) for ids in named), "token names stay text unless allowed"
+
+
+def test_a_small_file_with_much_text_is_encoded_by_the_fast_engine(tmp_path: Path) -> None:
+    """The reference would take 500 bytes of memory per token of a long document."""
+    for text, is_fast in (("a word " * 60_000, True), ("a word " * 60, False)):
+        world = World(tmp_path / str(is_fast)).raw({"a.txt.gz": gzip.compress(text.encode())})
+        assert world.plan(num_shards=1).plan_json()["fast_engine_is_equal"] == is_fast
 
 
 @pytest.mark.slow

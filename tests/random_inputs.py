@@ -206,7 +206,7 @@ def _ends_pyarrow(path: Path) -> bool:
 NAMES = {
     "a.txt": "", "B.JSONL": "", "c.ndjson.ZSTD": "", "_k=v.parquet": "", "가 나.text": "", "state.txt": "",
     "license_plates.txt": "", "line\nend.jsonl": "", "[x].json.bz2": "",
-    "x.csv": "unknown suffix", "notes.md": "unknown suffix", "a.txt~": "unknown suffix",
+    "x.psv": "unknown suffix", "notes.md": "unknown suffix", "a.txt~": "unknown suffix",
     ".m.jsonl": "hidden", "._p.jsonl": "AppleDouble", "_d.json": "begins with _",
     "README.ko.txt": "file of a repository", "requirements-dev.txt": "file of a repository",
     "dataset_info.json": "note of datasets", "cache-0a_00001_of_00002.arrow": "cache of datasets",
@@ -216,7 +216,7 @@ FOLDERS = {"sub": "", "b=1": "", "data.v1": "", ".git": "hidden", "_old": "begin
 # Pattern of --also -> the names of NAMES that it adds.
 PATTERNS = {
     "": (), "*.md": ("notes.md",), "*.MD,readme*": ("notes.md", "README.ko.txt"), ".m*": (".m.jsonl",),
-    "_d*,*.csv": ("_d.json", "x.csv"),
+    "_d*,*.psv": ("_d.json", "x.psv"),
 }  # fmt: skip
 
 

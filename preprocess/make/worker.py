@@ -193,7 +193,7 @@ class Worker:
                 cpu_s=round(time.process_time() - cpu_began + render_cpu_s + helpers_cpu_s, 3),
                 max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
                 + sum(each.grown_bytes for each in used),
-                transform_cpu_s=round(sum(each.transform_cpu_s for each in used), 3),
+                transform_cpu_s=round(sum((each.transform_cpu_s for each in used), 0.0), 3),
                 libraries=libraries,
                 render_cpu_s=round(render_cpu_s, 3),
             )

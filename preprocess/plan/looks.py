@@ -118,7 +118,7 @@ def _look_at_json(
     problem = None
     if "bad_json" in reasons and beginning[:1] in (b"[", b"{"):
         problem = _problem_of_json(path, kind, beginning)
-    if fields.is_chat and not _OF_FIELDS.isdisjoint(reasons):
+    if fields.is_chat and not (_OF_FIELDS | {"preference_pair"}).isdisjoint(reasons):
         return Look(names=frozenset(names))  # planning's own sample says more about forms of conversations
     if problem is None and records and not _OF_FIELDS.isdisjoint(reasons):
         problem = problem_of_fields(path, records, fields.options)
@@ -153,7 +153,8 @@ def _problem_of_json(path: Path, kind: InputKind, beginning: bytes) -> BadInput 
     for suffix in (kind.compression and path.suffix, *kind.format.suffixes):
         stem = stem[: -len(suffix)] if suffix and stem.lower().endswith(suffix.lower()) else stem
     new = quoted(f"{stem}.lines.jsonl")
-    remedy = f"{_OPENERS[kind.compression]} {quoted(path)} | jq -c '{filter_}' > {new} && rm {quoted(path)}"
+    moved = f"mv {quoted(path)} {quoted(f'{path}.whole')}"
+    remedy = f"{_OPENERS[kind.compression]} {quoted(path)} | jq -c '{filter_}' > {new} && {moved}"
     return BadInput(path=path, found=what, expected="an object in each line", remedy=remedy)
 
 
@@ -238,7 +239,8 @@ def _problem_of_encoding(path: Path, seen: str) -> BadInput:
         found = f"text in {encodings.shown(seen)} (undecodable as UTF-8)"
         return BadInput(path=path, found=found, expected="UTF-8", advice=advice, remedy=remedy)
     new = quoted(path.with_suffix(f".utf-8{path.suffix}"))
-    remedy = f"iconv -f ENCODING -t utf-8 {quoted(path)} > {new} && rm {quoted(path)}"
+    moved = f"mv {quoted(path)} {quoted(f'{path}.before')}"
+    remedy = f"iconv -f ENCODING -t utf-8 {quoted(path)} > {new} && {moved}"
     found = "undecodable text, neither UTF-8 nor clearly CP949"
     return BadInput(path=path, found=found, expected="UTF-8", remedy=remedy)
 

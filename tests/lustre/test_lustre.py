@@ -551,8 +551,9 @@ HOWS: dict[str, dict[str, Any]] = {  # kind of fault -> attributes of the proces
     "cannot start": {},
 }
 # Command (O is the folder) -> its calls of lfs.
+PLAN = "plan --input_dir O/raw --output_dir O/new --model_id O/made/tokenizer"
 COMMANDS = {
-    "plan --input_dir O/raw --output_dir O/new --model_id O/made/tokenizer": "getstripe df df quota",
+    PLAN: "hsm_state getstripe df df quota",
     "shard --shard_id 0 --output_dir O/planned": "",
     "submit O/planned --mem_gb 1": "df df quota",
     "status O/made": "",

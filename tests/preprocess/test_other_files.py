@@ -112,7 +112,6 @@ def test_a_shard_with_json_in_another_encoding_names_the_file_and_the_flag(tmp_p
 
 
 SPOKEN = {
-    "sharegpt": ("from", "value", "human"),
     "other names": ("speaker", "utterance", "user"),
 }
 

@@ -120,7 +120,8 @@ def test_the_next_commands_that_plan_prints_work_from_any_folder(desk: Desk, way
     desk.run(quick_start().partition("shardprep")[0])
     plan = plan.replace("--output_dir data", "--output_dir 'my data'").replace("MODEL", "../MODEL")
     printed = desk.run(plan).stdout
-    (command,) = re.findall(rf"shardprep {way} '[^']*'", printed)
+    (submit,) = re.findall(r"shardprep submit '[^']*'", printed)  # there is Slurm
+    command = submit.replace("submit", way)
     data, desk.folder = desk.folder / "my data", desk.folder / "elsewhere"
     desk.folder.mkdir()
     tried = desk.follow(f"next: {command}")
@@ -173,6 +174,7 @@ PAGES = (
         tokenizer="M",
         first="shardprep plan --input_dir RAW --recursive --output_dir DATA --model_id M --num_shards 10; "
         f"shardprep run DATA; shardprep verify DATA; python -c '{STATE}'",
+        between={"shardprep forecast web=WEB": "cp -r DATA WEB; cp -r DATA CODE"},
         codes={"shardprep doctor": 1, "srun shardprep doctor": 1},
     ),
     Page(
@@ -283,8 +285,8 @@ def test_the_command_that_plans_conversations_runs_as_shown(
     save_tokenizer(tmp_path / "MODEL", TAGGED)
     chats = [{"messages": chat} for chat in conversations(80)]
     World(tmp_path, raw_dir=tmp_path / "RAW").raw({"chats.jsonl": chats})
-    page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
+    page = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
+    command, *_ = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     call_main(*shlex.split(command)[1:]).ends(0)
     call_main("run", "DATA").ends(0)

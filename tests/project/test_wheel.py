@@ -175,7 +175,7 @@ PAGES = (
         first="shardprep plan --input_dir RAW --recursive --output_dir DATA --model_id M --num_shards 10; "
         f"shardprep run DATA; shardprep verify DATA; python -c '{STATE}'",
         between={"shardprep forecast web=WEB": "cp -r DATA WEB; cp -r DATA CODE"},
-        changed={"--num_steps 100000": "--num_steps 100"},
+        changed={"--num_steps 100000": "--num_steps 100", "--num_steps 200000": "--num_steps 9100"},
         codes={"shardprep doctor": 1, "srun shardprep doctor": 1},
     ),
     Page(

@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-demo: install ## text to a decoded batch on this machine, in ./demo_data
+demo: install ## text to ten training steps on this machine, in ./demo_data
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
 test: install test_packages ## all tests; as root on Debian or Ubuntu they install and start a real Slurm

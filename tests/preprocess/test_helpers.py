@@ -1,6 +1,6 @@
 """Helpers of a task: processes that share the work on its shard. The bytes are those of one process.
 
-HELPERS=all tests all forms on 2 and 5 helpers, and kills at each of many places.
+HELPERS=all tests all forms on 2 and 5 helpers, as `make torture` does.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python benchmarks/two_cores.py [--repeats 3] [--copies 4]
 
-A task makes one shard of a whole corpus: with one core, with two cores, with two cores and threads in place
-of helpers, and as two parallel tasks, each with its own core and data set. Shown are shards per second
-relative to one task with one core, and CPU seconds per shard, of whole processes. --copies repeats the text,
-so that the start matters less; helpers need 64 MB. As root the tasks run before all other processes
-(SCHED_RR). Otherwise the load of the machine changes the results.
+A task makes one shard of a whole corpus: with one core, with two cores, and as two parallel tasks, each with
+its own core and data set. Shown are shards per second relative to one task with one core, and CPU seconds per
+shard, of whole processes. --copies repeats the text, so that the start matters less. As root the tasks run
+before all other processes (SCHED_RR). Otherwise the load of the machine changes the results.
 """
 
 from __future__ import annotations
@@ -25,20 +24,15 @@ from contenders import plan
 from measured_run import machine_line
 
 RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"]}
-CASES = ("one core", "two cores", "threads", "two tasks")
-# Stretches that are larger than the shard leave a task no work for helpers; its engine then uses threads.
-NO_HELPERS = {"SHARDPREP_STRETCH_BYTES": "1000000000"}
+CASES = ("one core", "two cores", "two tasks")
 
 
-def run_tasks(
-    folders: list[Path], cores: list[set[int]], variables: dict[str, str] | None = None
-) -> tuple[float, float]:
+def run_tasks(folders: list[Path], cores: list[set[int]]) -> tuple[float, float]:
     """Make the shards of all folders in parallel. Return the wall seconds and CPU seconds per shard."""
     for folder in folders:
         for path in folder.glob("shard-*"):
             path.unlink()
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "DATASET_"))}
-    environ |= variables or {}
     before, began, tasks = os.times(), time.monotonic(), []
     for folder, allowed in zip(folders, cores, strict=True):
         task = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", str(folder)]
@@ -59,7 +53,7 @@ def main() -> int:
     args = parser.parse_args()
     if len(cores := sorted(os.sched_getaffinity(0))[:2]) < 2:
         raise SystemExit("one core is allowed here; two are needed to compare")
-    print(f"| one shard | MB | {' | '.join(CASES)} | CPU s: {' | '.join(CASES)} |\n{'|---' * 10}|")
+    print(f"| one shard | MB | {' | '.join(CASES)} | CPU s: {' | '.join(CASES)} |\n{'|---' * 8}|")
     with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:
         text = lay_out(Path(name), 20_000_000)
         for corpus in text.corpora[:2]:
@@ -74,7 +68,6 @@ def main() -> int:
                 for _ in range(args.repeats):
                     found["one core"].append(run_tasks(data[:1], [{cores[0]}]))
                     found["two cores"].append(run_tasks(data[:1], [{*cores}]))
-                    found["threads"].append(run_tasks(data[:1], [{*cores}], NO_HELPERS))
                     found["two tasks"].append(run_tasks(data, [{core} for core in cores]))
                 walls = {case: statistics.median(wall for wall, _ in runs) for case, runs in found.items()}
                 walls["two tasks"] /= 2  # per shard

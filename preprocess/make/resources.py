@@ -175,6 +175,8 @@ def worker_settings(given: dict[str, Any]) -> WorkerSettings:
 _DOCUMENT_STRETCH_BYTES = 1 << 20
 _ROW_STRETCH_BYTES = 4 << 20
 _HELPER_BYTES = 160 << 20  # of memory
+# On two cores the engine's own threads are faster: benchmarks/results.md#one-core-per-task.
+_FEWEST_HELPERS = 3
 _LEAST_HELPER_SHARE = 8  # stretches per helper; for fewer, the helpers' start is too long
 
 
@@ -186,15 +188,15 @@ def stretch_bytes(plan: Plan, settings: WorkerSettings) -> int:
 
 
 def num_helpers(plan: Plan, shard: PlannedShard, settings: WorkerSettings, num_cpus: int) -> int:
-    """Return how many helpers should share the work on a shard: one per CPU, or 0 if it is too small.
+    """Return how many helpers should share the work on a shard: one per CPU, or 0 if there are too few.
 
-    A limit of documents is counted in order, and conversations are rendered by a process of their own, so
-    such shards have none.
+    On two CPUs threads are faster, and for small shards helpers take too long to start. A limit of documents
+    is counted in order, and conversations are rendered by a process of their own, so such shards have none.
     """
-    if num_cpus < 2 or shard.max_documents is not None or plan.options.is_chat:
+    if num_cpus < _FEWEST_HELPERS or shard.max_documents is not None or plan.options.is_chat:
         return 0
     number = min(num_cpus, shard.num_bytes // (_LEAST_HELPER_SHARE * stretch_bytes(plan, settings)))
     if settings.memory_gb is not None:
         spare_bytes = int(settings.memory_gb * 2**30) - PROCESS_BYTES
         number = min(number, spare_bytes // _HELPER_BYTES)
-    return number if number > 1 else 0
+    return number if number >= _FEWEST_HELPERS else 0

@@ -119,6 +119,40 @@ def test_the_page_of_commands_names_each_command() -> None:
     assert set(flags_of_commands()) - {"completion"} <= named
 
 
+def first_numbers(section: str) -> dict[str, list[float]]:
+    """Return the first numbers in the cells of a table of docs/speed.md, by its first column."""
+    found = {}
+    for row in re.findall(r"^\| (.+) \|$", section, re.MULTILINE):
+        name, *cells = row.split(" | ")
+        numbers = [re.match(r"[\d.]+", cell) for cell in cells]
+        found[name.replace("**", "")] = [float(number[0]) for number in numbers if number]
+    return found
+
+
+def test_the_costs_on_the_first_screen_are_those_of_the_tables_of_speed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    of_shards, _, of_batches = speed.partition("## Packed rows to batches")
+    shards = first_numbers(of_shards)  # CPU seconds per MB: Korean, English ...
+    expected = [round(cpu_s * 10**6 / 3600) for cpu_s in shards["shardprep packed"][:2]]
+    others = [row for name, row in shards.items() if row and not name.startswith(("shardprep", "baseline"))]
+    assert len(others) == 6
+    for number in range(2):
+        best = min(row[number] for row in others)
+        expected.append(round(best / shards["shardprep packed"][number]))
+    shown = re.search(r"(\d+) core-hours for 1 TB of Korean, (\d+) for .*?: 1/(\d+) and 1/(\d+)", readme)
+    assert shown
+    assert [int(each) for each in shown.groups()] == expected
+    loaders = {name: row[0] for name, row in first_numbers(of_batches).items() if row}  # Mtok per CPU second
+    ours = loaders.pop("shardprep, packed")
+    rates = re.search(
+        r"([\d,]+) batches per second of one core; the next loader takes ([\d.]+) times", readme
+    )
+    assert rates
+    assert int(rates[1].replace(",", "")) == round(ours * 10**6 / (8 * 2048), -3)
+    assert float(rates[2]) == round(ours / max(loaders.values()), 1)
+
+
 def test_each_page_of_the_docs_can_be_reached_from_the_readme_by_links() -> None:
     found, todo = set(), [ROOT / "README.md"]
     while todo:

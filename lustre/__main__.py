@@ -69,7 +69,8 @@ def _shard_lines(folder: Path) -> list[str]:
     if not names:
         return []
     looked_at = names[:: -(-len(names) // MAX_LOOKED_AT)]
-    texts, osts = Counter[str](), Counter[int]()
+    texts = Counter[str]()
+    osts = Counter[int]()
     for name in looked_at:
         layout = layouts.read_layout(folder / name)
         # Leave out the OSTs, which differ between files.

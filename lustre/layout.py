@@ -140,7 +140,8 @@ def _component(text: str) -> Component:
     pairs = _KEY_VALUE.findall(text)
     # The first value of a key counts: later ones belong to objects of the component.
     values = {key.removeprefix("lmm_").removeprefix("lcme_"): value for key, value in reversed(pairs)}
-    pattern, end = values.get("pattern", ""), values.get("extent.e_end", "EOF")
+    pattern = values.get("pattern", "")
+    end = values.get("extent.e_end", "EOF")
     return Component(
         start_bytes=int(values.get("extent.e_start", "0")),
         end_bytes=None if end == "EOF" else int(end),

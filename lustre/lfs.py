@@ -123,7 +123,8 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
     Raises LustreError if lfs cannot be started or does not answer in time.
     """
     words = [command, *(os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)]
-    pipe, environment = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
             ["lfs", *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
@@ -194,12 +195,14 @@ class Targets:
 
     def lines(self) -> list[str]:
         """Return a line for the OSTs, one for the MDTs, and a warning for each target in trouble."""
-        lines, trouble = [], []
+        lines = []
+        trouble = []
         for kind, targets in self.answered.items():
             if not targets:
                 lines.append(f"how full the {kind}s are is unknown: lfs df lists none")
                 continue
-            used, free = sum(each.used_bytes for each in targets), sum(each.free_bytes for each in targets)
+            used = sum(each.used_bytes for each in targets)
+            free = sum(each.free_bytes for each in targets)
             inodes = [each.free_inodes for each in targets if each.free_inodes is not None]
             num_inodes = short_number(sum(inodes)) if inodes else f"unknown ({self.why_no_inodes})"
             used_part = used / max(1, used + free)
@@ -302,7 +305,8 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     except (ShardprepError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
     needed = f"about {short_bytes(need.num_bytes)} in {_files_text(3 * need.num_shards)}"
-    lefts, warnings = [], []
+    lefts = []
+    warnings = []
     for room in rooms:
         note = f" ({room.note})" if room.note else ""
         if room.num_left is None:
@@ -381,10 +385,12 @@ def parse_quota(output: str) -> list[Room]:
         limit = int(hard) or int(soft)
         if not limit:
             continue
-        left, note = max(0, limit - int(used)), inaccurate
+        left = max(0, limit - int(used))
+        note = inaccurate
         if int(soft) and int(used) > int(soft):
             note = f"over the soft limit: writes fail in {grace}"
             if grace in {"expired", "none"}:  # "none" in 2.15: every write fails, whatever the hard limit
-                left, note = 0, "over the soft limit, and the grace period is over"
+                left = 0
+                note = "over the soft limit, and the grace period is over"
         rooms.append(Room("your quota", left if is_of_files else left << 10, note, is_of_files))
     return rooms

@@ -46,7 +46,9 @@ class Answers:
         """Render the messages. ``control`` matches control tokens. Raises Unrendered."""
         # A conversation is rendered up to the same message for several answers.
         self._texts: dict[tuple[int, int, bool], str] = {}
-        self._given_render, self._messages, self._control = render, messages, control
+        self._given_render = render
+        self._messages = messages
+        self._control = control
         self.text = self._render(messages, len(messages))
 
     def span_of(self, number: int) -> Span:
@@ -82,7 +84,8 @@ class Answers:
         return self._texts[key]
 
     def _span_by_marks(self, number: int) -> Span:
-        marked, places = self._marked, self._places
+        marked = self._marked
+        places = self._places
         own = [places[mark] for mark in marked.of_message[number] if mark in places]
         try:
             before = self._render(marked.messages, number, with_prompt=True)
@@ -99,10 +102,12 @@ class Answers:
 
         Returns up to where they agree, and how much more the other one has.
         """
-        place, tail = 0, other
+        place = 0
+        tail = other
         for found in reversed(list(self._mark.finditer(other))):
             if found[0] in self._places:
-                place, tail = self._places[found[0]], other[found.end() :]
+                place = self._places[found[0]]
+                tail = other[found.end() :]
                 break
         tail = self._mark.sub("", tail)
         here = self.text[place : place + len(tail)]
@@ -149,7 +154,8 @@ class Answers:
 
     @functools.cached_property
     def _marked(self) -> _Marked:
-        first, last = self._mark.pattern[1], self._mark.pattern[3]
+        first = self._mark.pattern[1]
+        last = self._mark.pattern[3]
         return _Marked(self._messages, range(ord(first), ord(last) + 1))
 
     @functools.cached_property
@@ -216,7 +222,8 @@ class _Marked:
         core = text.strip()
         if not core or self._num_marks + 2 > len(self._marks):
             return text
-        first, last = self._next(), self._next()
+        first = self._next()
+        last = self._next()
         if is_thought:
             self.thoughts[-1].append((first, last))
         return text.replace(core, f"{first}{core}{last}", 1)

@@ -61,9 +61,12 @@ class Arrow:
         return formats.starts_among(places, file, stretches)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
-        file, byte_range = reader.file, reader.byte_range
+        file = reader.file
+        byte_range = reader.byte_range
         reader.hash_rest()
-        first_row, counted_end, is_large = 0, byte_range.start, False
+        first_row = 0
+        counted_end = byte_range.start
+        is_large = False
         # For each stream its schema, its dictionaries and the part's record batches.
         streams: list[list[_Message]] = []
         for message in itertools.takewhile(lambda each: each.start < byte_range.end, _messages_of(file)):
@@ -118,11 +121,14 @@ class Arrow:
 def _messages_of(file: OpenInput) -> Iterator[_Message]:
     """Yield the messages of a file in order. Each stream begins with its schema. Raises BadInput."""
     size = file.stamp.num_bytes
-    position, end, begins = 0, size, True
+    position = 0
+    end = size
+    begins = True
     is_file = file.read(0, len(_MAGIC)) == _MAGIC
     if is_file:
         tail = file.read(max(0, size - 10), size)
-        position, end = 8, size - 10 - int.from_bytes(tail[:4], "little")
+        position = 8
+        end = size - 10 - int.from_bytes(tail[:4], "little")
         if not tail.endswith(_MAGIC) or end <= position:
             raise _broken(file, f"it does not end in a footer and {_MAGIC!r}")
         if not _begins_with_schema(file, position, end):
@@ -135,7 +141,8 @@ def _messages_of(file: OpenInput) -> Iterator[_Message]:
         if message.kind != _END:
             yield message
         # The end marker is optional: a stream may end with the file.
-        position, begins = message.end, message.kind == _END
+        position = message.end
+        begins = message.kind == _END
         if is_file and begins:
             if end - position > _MOST_PADDING_BYTES or file.read(position, end).strip(b"\0"):
                 raise _broken(file, f"its stream ends at byte {position}, and its footer begins at {end}")
@@ -176,7 +183,8 @@ def _messages_of_footer(file: OpenInput, begin: int, end: int) -> Iterator[_Mess
     yield _Message(_SCHEMA, 0, 0, 0)
     # The schema before the messages takes less than the footer, which has it, too. No bytes are left over
     # but padding and the end marker, so a second file behind the first is noticed.
-    position, most_between = 8, len(data) + _MOST_PADDING_BYTES  # after the magic and its padding
+    position = 8  # after the magic and its padding
+    most_between = len(data) + _MOST_PADDING_BYTES
     for start, stop in places:
         if not position <= start <= position + most_between or stop > begin:
             raise _broken(file, f"its footer has a message at byte {start}, where none can be")
@@ -184,7 +192,8 @@ def _messages_of_footer(file: OpenInput, begin: int, end: int) -> Iterator[_Mess
         if message.kind not in (_DICTIONARY, _BATCH) or message.end != stop:
             raise _broken(file, f"its footer and the message at byte {start} differ")
         yield message
-        position, most_between = stop, _MOST_PADDING_BYTES
+        position = stop
+        most_between = _MOST_PADDING_BYTES
     if begin - position > most_between + len(_CONTINUES) + 4:
         raise _broken(file, f"its last message ends at byte {position}, and its footer begins at {begin}")
 
@@ -219,7 +228,8 @@ def _broken(file: OpenInput, why: str) -> BadInput:
 
 def _header(data: bytes) -> tuple[int, int, int]:
     """Return (kind, body_bytes, num_rows) of a message, given its header. Raises if that is invalid."""
-    root, num_rows = int(struct.unpack_from("<I", data)[0]), 0
+    root = int(struct.unpack_from("<I", data)[0])
+    num_rows = 0
     _, kind = _field(data, root, 1, "<B")
     inner, offset = _field(data, root, 2, "<I")
     _, body_bytes = _field(data, root, 3, "<q")
@@ -240,6 +250,7 @@ def _field(data: bytes, table: int, number: int, code: str) -> tuple[int, int]:
     def at(place: int, code: str) -> int:
         return int(struct.unpack_from(code, data, place)[0])
 
-    vtable, entry = table - at(table, "<i"), 4 + 2 * number
+    vtable = table - at(table, "<i")
+    entry = 4 + 2 * number
     offset = at(vtable + entry, "<H") if entry + 2 <= at(vtable, "<H") else 0
     return (table + offset, at(table + offset, code)) if offset else (0, 0)

@@ -54,7 +54,8 @@ class _GzipMember:
         library: Any = zlib
         # isal reads an incomplete header as compressed data, and accepts flags that zlib rejects. So it gets
         # only the usual headers: without optional fields, with a file name that ends in ``data``, or bgzip's.
-        flags, is_whole_name = data[3:4], b"\0" in data[10:]
+        flags = data[3:4]
+        is_whole_name = b"\0" in data[10:]
         if flags == b"\0" or (flags == b"\x08" and is_whole_name) or (flags, data[10:12]) == _BGZIP:
             with contextlib.suppress(ImportError):
                 from isal import isal_zlib
@@ -108,7 +109,9 @@ def decompressed(
     member is damaged or cut short, or if something else follows the last member.
     """
     position = counted_end = span[0]  # end of the bytes that were read, and of those that a piece counts
-    data, buffer, padding = b"", bytearray(), b""  # no padding before the first member
+    data = b""
+    buffer = bytearray()
+    padding = b""  # none before the first member
 
     def read_more() -> bytes:
         nonlocal position
@@ -138,7 +141,8 @@ def decompressed(
                 raise
             except Exception as error:  # each library raises its own class
                 if compression.name == "zstd" and "too much memory" in str(error):
-                    found, flag = f"a zstd window above the limit, before byte {position}", "--zstd_long 31"
+                    found = f"a zstd window above the limit, before byte {position}"
+                    flag = "--zstd_long 31"
                     expected = f"at most 128 MiB; plan with {flag}, which may take 2 GiB in each task, or "
                     expected += f"decompress it: zstd -d --long=31 {file.path}"
                     raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
@@ -148,7 +152,8 @@ def decompressed(
             buffer += text
             if len(buffer) >= piece_bytes:
                 yield bytes(buffer), position - counted_end
-                counted_end, buffer = position, bytearray()
+                counted_end = position
+                buffer = bytearray()
         data = stream.unused_data
     yield bytes(buffer), span[1] - counted_end
 
@@ -179,7 +184,8 @@ def _seek_table(file: OpenInput) -> list[Start]:
     footer = file.read(size - 9, size) if size > 17 else b""
     if footer[5:] != struct.pack("<I", 0x8F92EAB1):
         return []
-    num_frames, entry_bytes = int.from_bytes(footer[:4], "little"), 12 if footer[4] & 0x80 else 8
+    num_frames = int.from_bytes(footer[:4], "little")
+    entry_bytes = 12 if footer[4] & 0x80 else 8
     table_bytes = 8 + num_frames * entry_bytes + 9
     if table_bytes > min(size, _MAX_SEEK_TABLE_BYTES):
         return []

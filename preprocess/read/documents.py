@@ -103,13 +103,16 @@ class DocumentBatch:
         """Return some of the documents, with the given texts or their own. The counts do not change."""
         picked = numbers.tolist()
         columns = {name: [column[n] for n in picked] for name, column in self.columns.items()}
-        texts, lines, offsets = texts or self.texts.only(picked), self.lines[numbers], self.offsets[numbers]
+        texts = texts or self.texts.only(picked)
+        lines = self.lines[numbers]
+        offsets = self.offsets[numbers]
         return replace(self, texts=texts, lines=lines, offsets=offsets, columns=columns)
 
     def of_lines(self, first_line: int, end_line: int, *, num_bytes: int) -> DocumentBatch:
         """Return the documents of the lines [first_line, end_line), as a batch of ``num_bytes``."""
         first, end = np.searchsorted(self.lines, (first_line, end_line))
-        some, num_lines = self.only(np.arange(first, end)), end_line - first_line
+        some = self.only(np.arange(first, end))
+        num_lines = end_line - first_line
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
@@ -133,7 +136,9 @@ class DocumentBatch:
 
         ``sizes``: bytes of each document in the input (default: of its text before).
         """
-        kept, kept_texts, bad = list[int](), list[bytes](), [*self.bad]
+        kept = list[int]()
+        kept_texts = list[bytes]()
+        bad = [*self.bad]
         for number, text in enumerate(texts):
             if isinstance(text, UnusableText):
                 bad.append(
@@ -159,7 +164,8 @@ class DocumentReader:
     def __init__(
         self, options: PlanOptions, transform: Transform | None = None, excluded: DocumentNames | None = None
     ) -> None:
-        self.transform, self._excluded = transform, excluded
+        self.transform = transform
+        self._excluded = excluded
         self._fields = text_fields_of(options)
         self._template: ChatTemplate | None = None
         if options.record == "chat":
@@ -202,7 +208,8 @@ class DocumentReader:
         while it was read, unless the digest shows every change.
         """
         reasons: set[str] | None = None if keeps_reasons else set()  # of LeaveOut, so far
-        num_left, bytes_left = max_documents, sum(byte_range.end - byte_range.start for byte_range in ranges)
+        num_left = max_documents
+        bytes_left = sum(byte_range.end - byte_range.start for byte_range in ranges)
         for documents in read_records(ranges, self._fields, batch_bytes, digest):
             documents = self.prepare(documents, reasons)
             # A conversation may have several documents.
@@ -223,7 +230,9 @@ class DocumentReader:
         ``reasons``: those of LeaveOut so far in the shard, which a shard may have only so many of; new ones
         are added. None keeps all.
         """
-        transform, template, excluded = self.transform, self._template, self._excluded
+        transform = self.transform
+        template = self._template
+        excluded = self._excluded
         if transform is not None:
             columns = dict(documents.columns)
             records = columns.pop("record", None)

@@ -65,7 +65,8 @@ class Texts:
         num_texts: int = 0,
         characters: str | None = None,
     ) -> None:
-        self.joined, self.num_texts = joined, num_texts
+        self.joined = joined
+        self.num_texts = num_texts
         if each is not None:
             self.each, self.joined, self.num_texts = each, BETWEEN.join(each), len(each)
         self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # without separators
@@ -125,7 +126,9 @@ class Format(Protocol):
 
 def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
     """Return ``Format.starts`` of a file whose parts may begin at ``places``, which ascend."""
-    end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
+    end_of_file = Start(file.stamp.num_bytes)
+    remaining = iter(places)
+    place = Start(0)
     starts: list[Start | None] = []
     for byte, end in stretches:
         while place.byte < min(byte, end_of_file.byte):  # a file may have become shorter

@@ -54,20 +54,23 @@ class OpenInput:
         try:
             self.file = with_retries(f"input {path} cannot be opened", functools.partial(ReadFile, path))
         except (BrokenShard, ReadWriteError) as error:
-            cause, found = error.__cause__, error.found
+            cause = error.__cause__
+            found = error.found
             if isinstance(cause, OSError) and cause.errno in _NO_SUCH_INPUT:
                 found = cause.strerror
             if found is None:
                 raise
             if isinstance(cause, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 found = "a broken link"
-            expected, advice = "a regular file that can be read", "restore it, or move it away"
+            expected = "a regular file that can be read"
+            advice = "restore it, or move it away"
             raise NotFound(path=path, found=found, expected=expected, advice=advice) from None
         self.stamp = self._status()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end), fewer if the file ends before. Raises ReadWriteError."""
-        data, read = b"", self.file.read_beginning
+        data = b""
+        read = self.file.read_beginning
         while (at := start + len(data)) < end:
             what = f"input {self.path} cannot be read at byte {at}"
             piece = with_retries(what, functools.partial(read, at, end - at))

@@ -59,7 +59,8 @@ class JsonLines(LineFormat):
         each = lines.split(b"\n")[: len(starts)]
         if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields, b"\\u" in lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                records, name = list(map(orjson.loads, each)), fields.plain_name
+                records = list(map(orjson.loads, each))
+                name = fields.plain_name
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
                 others = _side_values(records, fields)
                 # If all texts are strings, no line is left out.

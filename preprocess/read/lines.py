@@ -35,7 +35,8 @@ from shardprep.format.plan import ByteRange
 from shardprep.format.plan_options import PlanOptions
 
 LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # texts, columns by name
-_FIRST_SCAN_BYTES, _MAX_SCAN_BYTES = 16 << 10, 1 << 20  # read at once to find a line end
+_FIRST_SCAN_BYTES = 16 << 10  # read at first to find a line end
+_MAX_SCAN_BYTES = 1 << 20  # read at once, at most, to find a line end
 _TAIL_BYTES = 16 << 10  # decompressed at once to find the end of a part's last line
 _HEAD_TEXT_BYTES = 256 << 10  # planning decompresses this much to estimate the size of a file's text
 BOM = b"\xef\xbb\xbf"
@@ -97,7 +98,9 @@ class LineFormat:
 
         A line that begins exactly at the end belongs to this part, as the next part skips its first line.
         """
-        file, byte_range, compression = reader.file, reader.byte_range, self.compression
+        file = reader.file
+        byte_range = reader.byte_range
+        compression = self.compression
         if compression is None:
             for start in range(byte_range.start, byte_range.end, piece_bytes):
                 end = min(start + piece_bytes, byte_range.end)
@@ -147,7 +150,8 @@ class LineFormat:
                     first = int(begins[0])
                     lines = data[first : first + int(sizes.sum())]
                     found = self.texts_of_lines(fields, lines, begins - first, block_start + first, codec)
-                (texts, columns), at = found, begins + block_start
+                texts, columns = found
+                at = begins + block_start
                 yield InputRecords(texts=texts, starts=at, sizes=sizes, num_bytes=num_bytes, columns=columns)
                 num_bytes = 0
 
@@ -167,7 +171,8 @@ class LineFormat:
             num_bytes += num_read
             if is_inside:
                 first = self.first_end(data)
-                is_inside, start = not first, start + (first or len(data))
+                is_inside = not first
+                start += first or len(data)
                 data = data[first:] if first else b""
             cut = self.last_end(data)
             if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
@@ -176,11 +181,18 @@ class LineFormat:
                 size = num_begun + first
                 whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
                 yield start, size, whole, num_bytes
-                start, begun, num_begun, num_bytes = start + size, [], 0, 0
-                data, cut = data[first:], cut - first
+                start += size
+                begun = []
+                num_begun = 0
+                num_bytes = 0
+                data = data[first:]
+                cut -= first
             if cut:
                 yield start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes
-                start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
+                start += num_begun + cut
+                begun = []
+                num_begun = 0
+                num_bytes = 0
             begun.append(data[cut:])
             num_begun += len(data) - cut
             if num_begun > MOST_DOCUMENT_BYTES:
@@ -230,7 +242,8 @@ class LineFormat:
         if offset <= 0:
             return 0
         size = file.stamp.num_bytes
-        position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
+        position = offset - 1
+        num_bytes = _FIRST_SCAN_BYTES
         while position < end and (block := file.read(position, position + num_bytes)):
             if position + len(block) < size:
                 block = block.removesuffix(b"\r")  # it may be half of \r\n: read it again with the next block

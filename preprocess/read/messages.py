@@ -181,7 +181,8 @@ def _of_sharegpt(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    speaker, value = message.get("from"), message.get("value")
+    speaker = message.get("from")
+    value = message.get("value")
     role = _SHAREGPT_ROLES.get(str(speaker), speaker)
     if speaker != "function_call":
         return {"role": role, "content": value, **others}

@@ -62,12 +62,14 @@ class Parquet:
 
     def _decoded(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         """Yield the records of a part as they are decoded, perhaps few at a time."""
-        file, byte_range = reader.file, reader.byte_range
+        file = reader.file
+        byte_range = reader.byte_range
         table, stream, fields = self._open(file, fields)
         counted_end = byte_range.start  # end of the bytes that the records so far count
         with refused_by_name(file, "Parquet", stream):
             dictionaries = _Dictionaries(stream, table.metadata, fields)
-            groups, first_row = _row_groups(table.metadata), 0
+            groups = _row_groups(table.metadata)
+            first_row = 0
             ends = [*(start for start, _ in groups[1:]), byte_range.end]
             for (start, numbers), end in zip(groups, ends, strict=False):
                 expected = sum(table.metadata.row_group(number).num_rows for number in numbers)
@@ -117,7 +119,8 @@ def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
     starts = []
     for number in range(metadata.num_row_groups):
         column = metadata.row_group(number).column(0)
-        dictionary, data = column.dictionary_page_offset, column.data_page_offset
+        dictionary = column.dictionary_page_offset
+        data = column.data_page_offset
         starts.append(dictionary if dictionary and 0 < dictionary < data else data)
     if any(before >= after for before, after in itertools.pairwise(starts)):
         return [(0, [*range(len(starts))])]
@@ -152,7 +155,8 @@ class _Dictionaries:
     """
 
     def __init__(self, stream: InputStream, metadata: Any, fields: TextFields) -> None:
-        self.metadata, self.fields = metadata, fields
+        self.metadata = metadata
+        self.fields = fields
         self._stream = stream
         self._table: Any = None
 

@@ -104,7 +104,8 @@ def documents_between(
             size = num_dropped + match.start() - begin
             documents.append(_document(buffer[begin : match.start()], start, size))
             start += size + match.end() - match.start()
-            begin, num_dropped = match.end(), 0
+            begin = match.end()
+            num_dropped = 0
         del buffer[:begin]
         if num_dropped + len(buffer) > MOST_DOCUMENT_BYTES:
             num_kept = min(len(buffer), separator.num_kept_bytes)

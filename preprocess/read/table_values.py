@@ -94,7 +94,8 @@ def stored_type(kind: Any) -> tuple[Any, ReadValue]:
     if types.is_struct(kind):
         return _stored_struct(kind)
     if types.is_map(kind):
-        (key, read_key), (item, read_item) = stored_type(kind.key_type), stored_type(kind.item_type)
+        key, read_key = stored_type(kind.key_type)
+        item, read_item = stored_type(kind.item_type)
         return arrow.map_(key, item, kind.keys_sorted), lambda pairs: [
             [_or_none(read_key, name), _or_none(read_item, value)] for name, value in pairs
         ]

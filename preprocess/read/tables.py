@@ -114,14 +114,17 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     lacks_all = not any(_places_of(schema, path) for path in fields.text_paths)
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
-        found, name = _places_of(schema, path), ".".join(path)
+        found = _places_of(schema, path)
+        name = ".".join(path)
         is_text = path == fields.text_paths[0] or (path in fields.text_paths and not is_chat)
         problem = expected = ""
         if len(found) > 1:
             shown = ", ".join(" > ".join(place) for place, _ in found)
-            problem, expected = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
+            problem = f"{len(found)} columns or fields that {name} may mean ({shown})"
+            expected = "one"
         elif is_text and not found and (lacks_all or not (is_chat or fields.is_first_of)):
-            problem, expected = f"no column {name}", f"one of {', '.join(schema.names)}"
+            problem = f"no column {name}"
+            expected = f"one of {', '.join(schema.names)}"
         elif is_text and found and not _can_be_text(found[0][1], is_chat=is_chat):
             problem = f"{str(found[0][1])[:200]} in the column {name}"
             expected = "lists of messages, or JSON" if is_chat else "strings"
@@ -183,12 +186,14 @@ def records_of_batch(
         texts: Sequence[str | UnusableText] = of_text[0]
         if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
-        rows, others = first_row + first + np.arange(num), fields.columns(values)
+        rows = first_row + first + np.arange(num)
+        others = fields.columns(values)
         utf8_texts = formats.texts_of(texts)
         yield InputRecords(
             texts=utf8_texts, starts=rows, sizes=np.ones_like(rows), num_bytes=num_bytes, columns=others
         )
-        first, num_bytes = first + max(1, num), 0
+        first += max(1, num)
+        num_bytes = 0
 
 
 def _column(batch: Any, path: FieldPath) -> tuple[Any, ReadValue]:

@@ -157,7 +157,9 @@ class TextFields:
 def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
     """Return the fields of a template like ``{input}\\n\\n{output}``, and the literals around them."""
     text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
-    paths, literals, why = list[FieldPath](), [""], ""
+    paths = list[FieldPath]()
+    literals = [""]
+    why = ""
     try:
         for before, name, spec, conversion in string.Formatter().parse(text):
             literals[-1] += before
@@ -200,7 +202,8 @@ class RecordFields(TextFields):
     def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
         values_of: dict[str, list[Any]] = {**super().columns(values)}
         if self.text_paths:
-            names, values_of["record"] = [name for (name,) in self.text_paths], []
+            names = [name for (name,) in self.text_paths]
+            values_of["record"] = []
             for row in zip(*(values[path] for path in self.text_paths), strict=True):
                 # A value that cannot be read becomes None.
                 read = (None if isinstance(value, UnusableText) else value for value in row)

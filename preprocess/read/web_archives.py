@@ -82,7 +82,8 @@ class WebArchive:
         size = file.stamp.num_bytes
         if not size:
             return Inspected(text_bytes=0, is_whole=True)
-        head, num_read = file.read(0, min(size, _HEAD_TEXT_BYTES)), _HEAD_TEXT_BYTES
+        head = file.read(0, min(size, _HEAD_TEXT_BYTES))
+        num_read = _HEAD_TEXT_BYTES
         if self.is_compressed:
             _check_first_member(file, head)
             pieces = decompressed(file, COMPRESSIONS[".gz"], file.read_all, (0, size), _HEAD_TEXT_BYTES, 0)
@@ -110,7 +111,9 @@ class WebArchive:
             if num_text_bytes and num_text_bytes + num_bytes > batch_bytes:
                 yield _of_records(some, places, place - counted_end)
                 counted_end = place
-                some, places, num_text_bytes = [], [], 0
+                some = []
+                places = []
+                num_text_bytes = 0
             some.append(record)
             places.append(place)
             num_text_bytes += num_bytes + formats.SHORT_LINE_BYTES
@@ -127,7 +130,8 @@ class WebArchive:
         place = -1  # of the last record, which may be of any type
         with _refused_by_name(reader.file, stream):
             for record in ArchiveIterator(stream, record_types=WarcRecordType.any_type, parse_http=False):
-                before, place = place, record.stream_pos
+                before = place
+                place = record.stream_pos
                 if place <= before:
                     raise BadInput(path=reader.file.path, found="several records in a member", **_RECOMPRESS)
                 found = _document_of(record)

@@ -173,7 +173,8 @@ def _change_of(found: list[Rendered] | UnusableText) -> str:
     """Return how an answer changes when a turn follows, given a document for each; "" if it does not."""
     if isinstance(found, UnusableText) or len(found) == 1:
         return ""
-    alone, whole = found[0].text, found[-1].text
+    alone = found[0].text
+    whole = found[-1].text
     begin = min(len_of_common_beginning(alone, whole), found[0].spans[0][0])
     given = alone[begin : begin + _MOST_EXAMPLE_CHARS]
     later = whole[begin : begin + _MOST_EXAMPLE_CHARS]

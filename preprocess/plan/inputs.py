@@ -51,7 +51,8 @@ from shardprep.format.names import MAX_SHARDS
 from shardprep.format.plan import Cut, InputFile, ranges_between
 from shardprep.format.plan_options import SPLITS, PlanOptions, PrepConfig
 
-_UNKNOWN, _UNDERSCORE = "unknown suffix", "begins with _"
+_UNKNOWN = "unknown suffix"
+_UNDERSCORE = "begins with _"
 _UNFINISHED = "unfinished folder"
 # How a user can take names that are left out, by the reason in plan.json.
 _REMEDIES = {
@@ -98,7 +99,8 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
         listing.leave_out_same_files()
         listing.leave_out_former_files()
     except OSError as error:
-        where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
+        where = error.filename or input_dir
+        found = f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
     wanted = set(filter(None, map(str.strip, options.split.split(","))))
     for path in [path for path in listing.taken if wanted and split_of(path) not in wanted]:
@@ -140,7 +142,8 @@ class InputListing:
     def scan(self, options: PlanOptions) -> None:
         """List the folder and, if asked for, its subfolders. Raises OSError."""
         follow_links = options.recursive and options.follow_links
-        folders, links = [""], list[str]()  # folders to list; ``links`` is a heap
+        folders = [""]  # to list
+        links = list[str]()  # to folders, to list after them; a heap
         seen: set[tuple[int, int]] = set()
         while folders or links:
             is_link = not folders
@@ -434,7 +437,8 @@ def divide_inputs(
         (whole if is_grouped else cut).append(item)
     groups = _groups_of(weighed, whole, number)
     if number == 1 or not groups:
-        cut, groups = weighed, []
+        cut = weighed
+        groups = []
     cuts = [Cut(0, 0)]
     if cut:
         cuts = _even_cuts(config.input_dir, cut, max(number - len(groups), 1), config)
@@ -480,7 +484,8 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
     stretches: list[tuple[int, int, int]] = []  # to search for a place: (input number, first byte, end)
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
-        begin, text_bytes = ends[number], ends[number + 1] - ends[number]
+        begin = ends[number]
+        text_bytes = ends[number + 1] - ends[number]
         num_bytes = inputs[number].file.num_bytes
         first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
         stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
@@ -529,14 +534,16 @@ def sample_documents(
     """
     fields = text_fields_of(options)
     ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
-    places, number = [Cut(0, 0)], 0  # ascending, several may be equal
+    places = [Cut(0, 0)]  # ascending, several may be equal
+    number = 0
     is_whole = ends[-1] <= num_bytes and (len(inputs) <= max_files or not ends[-1])
     for stretch in range(1, 1 if is_whole else num_places):
         # The place varies within each stretch: a fixed one might always be at the head of a file.
         target = int(ends[-1] * (stretch + (0.5 + stretch * _GOLDEN_RATIO) % 1) / num_places)
         while ends[number + 1] <= target:
             number += 1
-        file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
+        file = OpenInput(input_dir / inputs[number].path)
+        byte = target - ends[number]
         (start,) = formats.format_of(file.path.name).starts(
             file, [(byte, sys.maxsize)], fields.of_file(inputs[number].path)
         )
@@ -546,7 +553,8 @@ def sample_documents(
             places.append(places[-1])
         else:
             places.append(Cut(number, 0))
-    bytes_each, files_each = num_bytes // len(places), max(1, max_files // len(places))
+    bytes_each = num_bytes // len(places)
+    files_each = max(1, max_files // len(places))
     allowed = taken = 0
     for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
         allowed += bytes_each

@@ -40,7 +40,8 @@ _OPENERS = {".gz": "zcat", ".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat", "
 _LIST_IN_OBJECT = re.compile(rb'"([^"\\]+)"\s*:\s*\[\s*\{')
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _ENDS_SENTENCE = tuple(".!?…\"'”’)」』。！？:;")
-_MIN_WRAPPED_LINES, _MAX_WRAPPED_CHARS = 20, 120
+_MIN_WRAPPED_LINES = 20
+_MAX_WRAPPED_CHARS = 120
 
 
 class Look(NamedTuple):
@@ -142,7 +143,8 @@ def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
 
 def _problem_of_json(path: Path, kind: InputKind, beginning: bytes) -> BadInput | None:
     """Return the error for one list, or for one object over several lines. None if it is neither."""
-    what, filter_ = "one list of JSON", ".[]"
+    what = "one list of JSON"
+    filter_ = ".[]"
     if beginning.startswith(b"{"):
         if not _is_over_lines(beginning):
             return None

@@ -187,7 +187,8 @@ def _kind_of(name: str, head: bytes) -> _Kind | None:
     """Return the kind of a file, or None for text and for binary files that are not known."""
     stem, dot, suffix = name.lower().rpartition(".")
     if not dot:
-        stem, suffix = suffix, ""
+        stem = suffix
+        suffix = ""
     is_compressed = f".{suffix}" in COMPRESSION_SUFFIXES
     if is_compressed:  # the name in front says what it is, as in .csv.gz and .tar.zst
         suffix = stem.rpartition(".")[2]

@@ -99,13 +99,15 @@ def make_plan(
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)
-    output_dir, input_dir = config.output_dir.resolve(), config.input_dir.resolve()
+    output_dir = config.output_dir.resolve()
+    input_dir = config.input_dir.resolve()
     is_same = output_dir == input_dir
     if is_same or (config.recursive and output_dir.is_relative_to(input_dir)):
         found = "--input_dir" if is_same else f"it is inside --input_dir {input_dir}, where --recursive looks"
         expected = "a folder outside of the raw text, because plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
-    transform, excluded = None, None
+    transform = None
+    excluded = None
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
@@ -136,7 +138,8 @@ def make_plan(
             say(f"warning: {resolved.alteration}")
         if config.append_eos and resolved.spec.eos_token_id is None:
             found = "a tokenizer without eos_token, so documents cannot end with one"
-            expected, remedy = "eos_token in its tokenizer_config.json, or --no-append_eos", "--no-append_eos"
+            expected = "eos_token in its tokenizer_config.json, or --no-append_eos"
+            remedy = "--no-append_eos"
             raise errors.UsageError(path=config.model_id, found=found, expected=expected, remedy=remedy)
         if config.is_chat:
             template, mask_rule = chat.chat_template_of(
@@ -183,12 +186,15 @@ def make_plan(
             sample = [text.encode() for text in resolved.probe]
             for documents in sample_of_plan(plan, _COMPARED_BYTES, transform):
                 sample += map(_beginning, itertools.islice(documents.texts, _MOST_COMPARED_TEXTS))
-            texts, saved, path = Texts(sample), resolved.saved, scratch / names.TOKENIZER_FILE
+            texts = Texts(sample)
+            saved = resolved.saved
+            path = scratch / names.TOKENIZER_FILE
             sha256 = ids_sha256([engine.encode(texts)])
             content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
             fast = equal_fast_engine(content, path, texts, sha256, allow_special_tokens=allow)
             if isinstance(fast, Engine) and resolved.passes_gate(fast):
-                engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
+                engine = fast
+                plan = dataclasses.replace(plan, fast_engine_is_equal=True)
             else:
                 why = fast if isinstance(fast, str) else "its ids differ from those of tokenizers"
                 say(f"gigatoken is not used for this tokenizer ({why}); tokenizers is several times slower")
@@ -208,7 +214,8 @@ def make_plan(
             try:
                 folder.make_folder()
             except errors.CannotWrite as error:
-                found, expected = f"it cannot be created: {error.found}", "a folder that you can write to"
+                found = f"it cannot be created: {error.found}"
+                expected = "a folder that you can write to"
                 raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
             # Left by attempts that died.
             folder.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
@@ -265,9 +272,11 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
     if differing := plan_options.option_differences(
         plan.options, PrepConfig(**{**base, **given}), set(given)
     ):
-        found, expected = "; ".join(differing), "its plan's options, or a new --output_dir"
+        found = "; ".join(differing)
+        expected = "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
-    model_id, fingerprint = given.get("model_id", plan.tokenizer.model_id), ""
+    model_id = given.get("model_id", plan.tokenizer.model_id)
+    fingerprint = ""
     if model_id != plan.tokenizer.model_id:
         with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
             path = Path(model_id, names.TOKENIZER_FILE)
@@ -366,7 +375,8 @@ def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> N
         raise errors.Refused(path=input_dir, remedy="--output_dir", **fields)
 
 
-_NUM_PLACES, _SAMPLE_BYTES = 8, 2 << 20  # of the input that is sampled
+_NUM_PLACES = 8  # of a sample
+_SAMPLE_BYTES = 2 << 20  # of the input that is sampled
 _COMPARED_BYTES = 1 << 18  # of the input that both engines encode
 # The reference takes about 250 bytes of memory per token, so it gets only the beginning of a long text.
 _MOST_COMPARED_TEXT_BYTES = 1 << 16
@@ -420,13 +430,15 @@ class Lookup:
     """Looks up the documents of a sample in the list of --exclude."""
 
     def __init__(self, listed: DocumentNames, path: Path) -> None:
-        self._listed, self._path = listed, path
+        self._listed = listed
+        self._path = path
         self._is_matched = np.zeros(len(listed.keys), np.bool_)
         self._some_id = ""  # of a document, to compare with the names
 
     def see(self, documents: DocumentBatch) -> None:
         ids = documents.columns.get("id")
-        path, offsets = documents.input_path, documents.offsets
+        path = documents.input_path
+        offsets = documents.offsets
         positions = self._listed.of_documents(path, offsets, ids, documents.digests)
         self._is_matched[positions[positions >= 0]] = True
         self._some_id = self._some_id or next(filter(None, ids or ()), "")
@@ -483,7 +495,8 @@ def measure(
     unseen = [f"--{name}_field {fields[name]}" for name in fields if not has_value.get(name, True)]
     if unseen:
         warnings.append(f"no record of a sample has a value for {', '.join(unseen)}; check the spelling")
-    sizes, num_shards = plan.shard_bytes(), plan.num_shards
+    sizes = plan.shard_bytes()
+    num_shards = plan.num_shards
     notes = list(conversations.lines()) if conversations is not None else []
     if conversations is not None and transform is None:
         notes[:0] = filter(None, [form_line(_sampled_records(plan), plan.options)])
@@ -606,7 +619,9 @@ def scratch_folder() -> Iterator[Path]:
 def _try(plan: Plan, path: Path, transform: Transform | None = None) -> tuple[str, int, list[str]]:
     """Put a sample through a function. Returns a hash of the texts, the number of documents, and failures."""
     transform = transform or Transform(path, plan.options.transform_files)
-    digest, num_documents, failures = hashlib.sha256(), 0, list[str]()
+    digest = hashlib.sha256()
+    num_documents = 0
+    failures = list[str]()
     for documents in sample_of_plan(plan, _FUNCTION_BYTES, transform):
         num_documents += len(documents.texts) + len(documents.bad)
         failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]

@@ -22,7 +22,10 @@ from shardprep.console import counted
 from shardprep.errors import BadInput, ShardprepError, UsageError
 
 _MAX_NOTE_BYTES = 256 << 20
-_DELTA_LOG, _HUDI_NOTES, _ICEBERG_NOTES, _HUB_SNAPSHOTS = "_delta_log", ".hoodie", "metadata", "snapshots"
+_DELTA_LOG = "_delta_log"
+_HUDI_NOTES = ".hoodie"
+_ICEBERG_NOTES = "metadata"
+_HUB_SNAPSHOTS = "snapshots"
 _DATASETS_STATE = "state.json"
 
 
@@ -52,7 +55,8 @@ def kind_of_note(name: str) -> str | None:
 
 def tables_around(input_dir: Path) -> list[TableOfOthers]:
     """Return the tables of which the input folder is a part, such as a partition."""
-    folder, inside = Path(os.path.abspath(input_dir)), ""  # noqa: PTH100 - resolve() would follow links
+    folder = Path(os.path.abspath(input_dir))  # noqa: PTH100 - resolve() would follow links
+    inside = ""
     tables: list[TableOfOthers] = []
     is_near = True  # all folders so far have names that partitions or parts of a table have
     while folder != folder.parent:
@@ -103,7 +107,8 @@ def _is_table_file(path: str) -> bool:
 
 def _former_of_delta(folder: Path, paths: Mapping[str, str]) -> list[str]:
     """Return the files that the log of a Delta table does not name, or has removed."""
-    log, first = folder / _DELTA_LOG, 0  # first: the number of the first commit to read
+    log = folder / _DELTA_LOG
+    first = 0  # number of the first commit to read
     commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
     vectors: dict[str, Any] = {}  # path in the log -> its deletion vector, if it has one
     path = log  # the file that is read, for errors
@@ -180,7 +185,8 @@ _HUDI_ACTIONS = {"commit", "clean", "rollback", "savepoint", "indexing", "restor
 
 def _former_of_hudi(folder: Path, paths: Mapping[str, str]) -> list[str]:
     """Return the files of a copy-on-write table that a later commit replaced, or whose commit failed."""
-    completed, pending = set[str](), set[str]()
+    completed = set[str]()
+    pending = set[str]()
     if not (folder / _HUDI_NOTES).is_dir():
         return []
     for timeline in (folder / _HUDI_NOTES, folder / _HUDI_NOTES / "timeline"):
@@ -219,11 +225,13 @@ def _former_of_iceberg(folder: Path, paths: Mapping[str, str]) -> list[str]:
 
     The lists of a snapshot's files are Avro, which no library here reads, but its summary counts them.
     """
-    newest, note = -1, ""
+    newest = -1
+    note = ""
     for name in files.names_in(folder / _ICEBERG_NOTES):
         match = _ICEBERG_NOTE.fullmatch(name)
         if match is not None and int(match[1] or match[2]) > newest:
-            newest, note = int(match[1] or match[2]), name
+            newest = int(match[1] or match[2])
+            note = name
     num_files = sum(map(_is_table_file, paths))
     if not note or not num_files:
         return []
@@ -232,7 +240,8 @@ def _former_of_iceberg(folder: Path, paths: Mapping[str, str]) -> list[str]:
         number = metadata.get("current-snapshot-id")
         snapshots = [each for each in metadata.get("snapshots") or () if each["snapshot-id"] == number]
         totals = snapshots[0]["summary"] if snapshots else {}
-        num_current, num_deletes = int(totals["total-data-files"]), int(totals["total-delete-files"])
+        num_current = int(totals["total-data-files"])
+        num_deletes = int(totals["total-delete-files"])
     except (AttributeError, KeyError, TypeError, ValueError):
         raise _Undecided(f"{note} does not count the files of the current snapshot") from None
     if num_deletes:

@@ -53,7 +53,8 @@ ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
 _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 # What transformers may take to load and save a tokenizer of 256,000 tokens, several times over.
-_SAVE_MEMORY_BYTES, _SAVE_CPU_S = 4 << 30, 300
+_SAVE_MEMORY_BYTES = 4 << 30
+_SAVE_CPU_S = 300
 _MAX_ENTRY_BYTES = 2 * names.MAX_TOKENIZER_BYTES  # of an entry of the cache
 
 Files = dict[Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]+\Z")], bytes]  # contents by name
@@ -120,10 +121,14 @@ def resolve_tokenizer(
     """Find a model's tokenizer, and write its files, but no others of the model, to the empty ``folder``."""
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         files.refuse_fifos(each)
-    source, name = Path(model_id), model_id
+    source = Path(model_id)
+    name = model_id
     if not os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = find_on_hub(model_id)
-    given, entry, facts, loaded_as = read_files(source), None, None, ""
+    given = read_files(source)
+    entry = None
+    facts = None
+    loaded_as = ""
     if given is not None:
         versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
         depends_on = versions, allow_special_tokens, for_fast_engine, sorted(_stamps_of(given).items())
@@ -151,7 +156,8 @@ def resolve_tokenizer(
         vocab = tokenizer.call(_vocabulary)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
         special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
-        fingerprint, size = fingerprint_of(data), max(vocab.values()) + 1
+        fingerprint = fingerprint_of(data)
+        size = max(vocab.values()) + 1
         spec = TokenizerSpec(model_id=model_id, fingerprint=fingerprint, vocab_size=size, **special_ids)
         if for_fast_engine and (shorter := without_unused_merges(data)) is not None:
             saved[names.FAST_TOKENIZER_FILE] = shorter
@@ -380,14 +386,16 @@ def save_tokenizer(model_id: str, folder: Path) -> str:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
     except Exception as error:  # tokenizers raises an Exception itself, of no other class
-        found, expected = f"its files cannot be written: {error}", "some space (df; TMPDIR)"
+        found = f"its files cannot be written: {error}"
+        expected = "some space (df; TMPDIR)"
         raise errors.CannotWrite(path=folder, found=found, expected=expected) from None
     # The saved files must load as the same tokenizer, and encode the same ids.
     wrong = ""
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         wrong = "whose saved files transformers loads as another tokenizer"
     # Control tokens are allowed here as by transformers, whatever the plan says.
-    allow, saved = not tokenizer.split_special_tokens, load_tokenizer(folder / TOKENIZER_FILE)
+    allow = not tokenizer.split_special_tokens
+    saved = load_tokenizer(folder / TOKENIZER_FILE)
     engine = reference_engine(saved, allow_special_tokens=allow, name=model_id)
     ids = [document.tolist() for document in engine.encode(Texts.of_strings(PROBE)).documents()]
     try:
@@ -435,7 +443,8 @@ def added_ids(engine: Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and after a text, found by encoding one."""
     for text in ("a", *PROBE):  # several, because a small vocabulary may drop some
         texts = Texts.of_strings([text])
-        around, bare = engine.encode(texts).ids.tolist(), engine.bare().encode(texts).ids.tolist()
+        around = engine.encode(texts).ids.tolist()
+        bare = engine.bare().encode(texts).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
                 return around[:begin], around[begin + len(bare) :]

@@ -165,7 +165,8 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        found, advice = "a folder that you cannot write to", "its owner can make the shards"
+        found = "a folder that you cannot write to"
+        advice = "its owner can make the shards"
         raise CannotWrite(path=folder, found=found, expected="write permission", advice=advice)
     for line in released_lines(plan.input_dir, [plan.input_dir / item.path for item in plan.inputs]):
         say(line)
@@ -224,10 +225,12 @@ def blank(args: argparse.Namespace) -> int:
     from preprocess.blank import check_places, start
     from preprocess.verify import verify
 
-    folder, new = DataFolder(args.data_dir), DataFolder(args.output_dir)
+    folder = DataFolder(args.data_dir)
+    new = DataFolder(args.output_dir)
     settings = resources.InputSettings(**given_of(args, resources.InputSettings))
     blanking = start(folder, new, args.ids, settings)
-    num_shards, num_touched = blanking.plan.num_shards, len(blanking.touched)
+    num_shards = blanking.plan.num_shards
+    num_touched = len(blanking.touched)
     say(f"{num_shards - num_touched} of {counted(num_shards, 'shard')} are unchanged: linked or copied")
     code = run(args)
     if code:

@@ -138,7 +138,8 @@ def _places_in_shard(
 
     Sets ``is_found``, bool[names], for the names of these documents.
     """
-    shard, manifest = plan.shard(shard_id), read_manifest(folder, shard_id)
+    shard = plan.shard(shard_id)
+    manifest = read_manifest(folder, shard_id)
     places = [np.empty((0, 2), np.int64)]
     if "id" in names.kinds and manifest.ids is not None:
         ids = documents.kept_ids(folder, shard_id, manifest.ids)
@@ -222,7 +223,8 @@ def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:
 def check_places(folder: DataFolder, new: DataFolder, shard_ids: Iterable[int]) -> None:
     """Raise Refused if a shard that was made again has other counts than before, so documents moved."""
     for number in shard_ids:
-        before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
+        before = read_manifest(folder, number).counts
+        now = read_manifest(new, number).counts
         if before != now:
             names = [each.name for each in dataclasses.fields(now)]
             names = [name for name in names if getattr(before, name) != getattr(now, name)]

@@ -57,8 +57,10 @@ def _check_machine(num_cpus: int) -> Iterator[Finding]:
                 words.append((path.parent / "cpu.cfs_period_us").read_text(encoding="ascii").strip())
             if int(words[0]) > 0 and int(words[1]) > 0:
                 quotas.append(int(words[0]) / int(words[1]))
-    quota, asked = min(quotas, default=num_cpus), os.environ.get("SLURM_CPUS_PER_TASK", "")
-    text, todo = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used", ""
+    quota = min(quotas, default=num_cpus)
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    text = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used"
+    todo = ""
     if quota < num_cpus:
         text += f", but the cgroup allows the time of {quota:.3g}: more processes would only wait"
         todo = f"run --num_proc {max(1, int(quota))}, or ask for more CPU time"
@@ -67,7 +69,8 @@ def _check_machine(num_cpus: int) -> Iterator[Finding]:
         todo = f"srun --cpus-per-task={asked}: srun does not inherit it from sbatch"
     yield Finding("cpus", text, todo)
     num_bytes, whose = min((number, name) for name, number in resources.memory_limits().items())
-    text, todo = f"{short_bytes(num_bytes)}, by {whose}", ""
+    text = f"{short_bytes(num_bytes)}, by {whose}"
+    todo = ""
     if num_bytes < resources.LEAST_WORKER_BYTES:
         text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)} and may be killed"
         todo = "ask for more memory: --mem of sbatch or srun"
@@ -101,7 +104,8 @@ def _check_versions() -> Iterator[Finding]:
                 out, err = child.communicate(timeout=_TORCH_LIMIT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
-                why, todo = f"no answer within {_TORCH_LIMIT_S:.0f} s", "look at nvidia-smi"
+                why = f"no answer within {_TORCH_LIMIT_S:.0f} s"
+                todo = "look at nvidia-smi"
             else:
                 if not child.returncode:
                     yield Finding("torch", out.strip().rpartition("\n")[2])
@@ -147,7 +151,8 @@ def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> 
         engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None).engine
         yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         content = check_tokenizer_files(folder, plan.tokenizer_files, TOKENIZER_FILE)
-        name, ends = engine.name, document_ends_line(plan, engine, content)
+        name = engine.name
+        ends = document_ends_line(plan, engine, content)
     elif model_id is not None:
         with scratch_folder() as scratch:  # plan the texts of the probe
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)

@@ -108,7 +108,8 @@ class ExportLayout:
 
     last_name = ""  # of a shard's last file, with ``number`` of the shard and ``num_shards``
     has_documents = True  # each in one piece; else rows as they are
-    two_bytes_below, wide = 1 << 16, "<i4"  # ids of a smaller vocabulary are uint16, others of this type
+    two_bytes_below = 1 << 16  # ids of a smaller vocabulary are uint16
+    wide = "<i4"  # the type of other ids
 
     def __init__(self, folder: OutputFolder, vocab_size: int, num_tokens: list[int]) -> None:
         self.folder = folder
@@ -157,7 +158,8 @@ class Megatron(ExportLayout):
     number i64[documents + 1]. Ids are uint16 below a vocabulary of 65,500, as Megatron has it, else int32.
     """
 
-    last_name, two_bytes_below = "shard-{number:05d}_document.idx", 65_500
+    last_name = "shard-{number:05d}_document.idx"
+    two_bytes_below = 65_500
 
     def is_done(self, shard_id: int) -> bool:
         if self.folder.size_of(self._bin_name(shard_id)) != self.ids_bytes(shard_id):
@@ -174,8 +176,10 @@ class Megatron(ExportLayout):
 
     def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
         yield from super().contents(name.removesuffix(".idx") + ".bin", samples)
-        size, lengths = self.dtype.itemsize, samples.documents
-        code, num = (8 if size == 2 else 4), len(lengths)
+        size = self.dtype.itemsize
+        lengths = samples.documents
+        code = 8 if size == 2 else 4
+        num = len(lengths)
         offsets = (np.cumsum(lengths) - lengths) * size
         head = _MEGATRON_HEAD.pack(b"MMIDIDX\x00\x00", 1, code, num, num + 1)
         arrays = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(num + 1, dtype="<i8"))
@@ -196,7 +200,9 @@ class NanoGpt(ExportLayout):
     Each shard is in a file of its own until all are done, so at the end the ids take twice the space.
     """
 
-    last_name, two_bytes_below, wide = "shard-{number:05d}.bin.partial", (1 << 16) + 1, "<u4"
+    last_name = "shard-{number:05d}.bin.partial"
+    two_bytes_below = (1 << 16) + 1
+    wide = "<u4"
 
     def is_done(self, shard_id: int) -> bool:
         return super().is_done(shard_id) or self.folder.size_of(_STREAM) is not None
@@ -210,7 +216,8 @@ class NanoGpt(ExportLayout):
                 file.sync()
                 file.publish()
             self.folder.sync()
-        num_bytes, expected = self.folder.size_of(_STREAM), sum(self.num_tokens) * self.dtype.itemsize
+        num_bytes = self.folder.size_of(_STREAM)
+        expected = sum(self.num_tokens) * self.dtype.itemsize
         if num_bytes != expected:
             again = f"{expected}; remove this file and run the export again"
             raise ReadWriteError(path=target, found=f"{num_bytes} bytes", expected=again)
@@ -233,7 +240,8 @@ class HuggingFace(ExportLayout):
     A row is a document, or a packed row. pyarrow writes them.
     """
 
-    last_name, has_documents = "data-{number:05d}-of-{num_shards:05d}.arrow", False
+    last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
+    has_documents = False
 
     def is_done(self, shard_id: int) -> bool:
         name = self.last_names[shard_id]
@@ -302,18 +310,21 @@ def export(args: argparse.Namespace) -> int:
     rows_of_shard: list[slice] = []  # the exported samples of each shard, and their tokens
     num_tokens: list[int] = []
     for manifest in done_manifests(data, plan.plan_id, range(plan.num_shards)):
-        counts, held = manifest.counts, manifest.counts.held_out
+        counts = manifest.counts
+        held = manifest.counts.held_out
         num_train = counts.num_samples - held.num_samples
         if args.split == "validation":
             selected = slice(num_train, None)
-            of_rows, num_documents = held.num_tokens, held.num_documents
+            of_rows = held.num_tokens
+            num_documents = held.num_documents
         elif args.split == "train":
             selected = slice(num_train)
             of_rows = counts.num_tokens - held.num_tokens
             num_documents = counts.num_documents - held.num_documents
         else:
             selected = slice(None)
-            of_rows, num_documents = counts.num_tokens, counts.num_documents
+            of_rows = counts.num_tokens
+            num_documents = counts.num_documents
         rows_of_shard.append(selected)
         num_tokens.append(of_rows if eos is None else of_rows + num_documents)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, num_tokens)
@@ -325,9 +336,11 @@ def export(args: argparse.Namespace) -> int:
             try:
                 if layout.has_documents and plan.spec.has_rows and plan.options.pack == "best_fit":
                     whole = WholeDocuments(samples)
-                    stored, pieces = whole.lengths, whole.pieces()
+                    stored = whole.lengths
+                    pieces = whole.pieces()
                 else:
-                    stored, pieces = samples.document_lengths(), samples.pieces()
+                    stored = samples.document_lengths()
+                    pieces = samples.pieces()
                 documents = stored + (eos is not None)
                 rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
                 pieces = _with_eos(pieces, stored, eos)
@@ -351,11 +364,14 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
     if eos is None:
         yield from pieces
         return
-    ends, num_ids, num_documents = np.cumsum(lengths), 0, 0
+    ends = np.cumsum(lengths)
+    num_ids = 0
+    num_documents = 0
     for piece in pieces:
         until = int(np.searchsorted(ends, num_ids + len(piece), side="right"))
         yield np.insert(piece, ends[num_documents:until] - num_ids, eos)
-        num_ids, num_documents = num_ids + len(piece), until
+        num_ids += len(piece)
+        num_documents = until
 
 
 def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:

@@ -45,7 +45,8 @@ class GivenInputs:
 
         Raises UsageError or Refused if its function is not among them, NotFound if its inputs are nowhere.
         """
-        folder, function = self._folder_of(data_dir, plan), self._function_of(data_dir, plan)
+        folder = self._folder_of(data_dir, plan)
+        function = self._function_of(data_dir, plan)
         settings = InputSettings(input_dir=folder, transform=function)
         self._used |= {each for each in (settings.input_dir, settings.transform) if each is not None}
         return settings

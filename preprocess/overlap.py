@@ -59,7 +59,9 @@ from shardprep.format.plan import Cut, Plan, check_tokenizer_files, need_plan, r
 from shardprep.format.plan_options import PlanOptions
 
 _MARK = "overlap.json"  # shows that a folder is this command's
-_HITS, _NAMES, _PAGE = "overlap.jsonl", "names.txt", "overlap.html"
+_HITS = "overlap.jsonl"
+_NAMES = "names.txt"
+_PAGE = "overlap.html"
 _WRITTEN = re.compile(r"shard-[0-9]{5}\.[0-9a-f]{12}\.jsonl|overlap\.jsonl?|names\.txt|overlap\.html")
 _NO_NAME = re.compile(r"(?!)")
 _HIT_SHA256 = re.compile(rf"[0-9a-f]{{{2 * names.DIGEST_BYTES}}}")
@@ -141,7 +143,8 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
 
 def overlap(args: argparse.Namespace) -> int:
     """Search the missing shards, and merge the hits once all shards are done. Return the exit code."""
-    folder, given = DataFolder(args.data_dir), GivenInputs(args)
+    folder = DataFolder(args.data_dir)
+    given = GivenInputs(args)
     plan = need_plan(folder)
     where = given.of(folder, plan)
     plan = plan.at(where.input_dir)
@@ -210,13 +213,17 @@ def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) ->
         batches = itertools.chain.from_iterable(shards)
     else:
         given.check_all_used()
-        read_options, root, paths = PlanOptions(**options), path.parent, [path]
+        read_options = PlanOptions(**options)
+        root = path.parent
+        paths = [path]
         if files.is_folder(path):
-            root, paths = path, find_inputs(path, read_options).paths
+            root = path
+            paths = find_inputs(path, read_options).paths
         inputs = [item.file for item in stamp_inputs(root, paths, read_options)]
         ranges = ranges_between(root, inputs, Cut(0, 0), Cut(len(inputs), 0))
         batches = itertools.chain(DocumentReader(read_options).read_ranges(list(ranges)))
-    evals, bad = list[tuple[str, bytes]](), Counter[str]()
+    evals = list[tuple[str, bytes]]()
+    bad = Counter[str]()
     for documents in batches:
         bad.update(one.reason for one in documents.bad)
         for text, offset in zip(documents.texts, documents.offsets.tolist(), strict=True):
@@ -234,7 +241,8 @@ class _Search:
     """Finds hits. Takes 250 bytes per unit of the evaluation. Raises BadInput if that has no n-gram."""
 
     def __init__(self, folder: DataFolder, plan: Plan, rule: Rule, evals: list[tuple[str, bytes]]) -> None:
-        self._rule, self._eval_names = rule, [name for name, _ in evals]
+        self._rule = rule
+        self._eval_names = [name for name, _ in evals]
         self._number_of = defaultdict[str, int](itertools.count(1).__next__)  # of a word
         if rule.unit == "tokens":
             self._engine = load_engine(plan, folder, "auto", say).bare()
@@ -243,7 +251,8 @@ class _Search:
             self._tokenizer = load_tokenizer(tokenizer_path, content)
         _, units = self._units_of(Texts([text for _, text in evals]), may_add=True)
         lengths = np.diff(units.offsets)
-        num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
+        num_short = int((lengths < rule.ngram).sum())
+        num_evals = counted(len(lengths), "evaluation document")
         if num_short == len(lengths):
             found = f"at most {lengths.max()} {rule.unit} in {num_evals}"
             raise BadInput(found=found, expected=f"{rule.ngram}, or a smaller --ngram", remedy="--ngram")
@@ -269,7 +278,8 @@ class _Search:
             tokens = self._engine.encode(texts)
             return tokens.documents(), tokens
         words = _words_of(text.decode() for text in texts)
-        every, offsets = itertools.chain.from_iterable(words), np.cumsum([0, *map(len, words)])
+        every = itertools.chain.from_iterable(words)
+        offsets = np.cumsum([0, *map(len, words)])
         numbers = map(self._number_of.get, every, itertools.repeat(0))
         if may_add:
             numbers = map(self._number_of.__getitem__, every)
@@ -278,7 +288,8 @@ class _Search:
     def _hashes_of(self, units: TokenBatch) -> npt.NDArray[np.uint64]:
         """Return the hash of the n-gram at each place."""
         count = max(0, len(units.ids) - self._rule.ngram + 1)
-        numbers, hashes = units.ids.astype(np.uint64), np.zeros(count, np.uint64)
+        numbers = units.ids.astype(np.uint64)
+        hashes = np.zeros(count, np.uint64)
         for begin in range(self._rule.ngram):
             hashes += numbers[begin : begin + count]
             hashes *= _BASE
@@ -304,7 +315,9 @@ class _Search:
         A shared run may have ``num_gaps`` units that differ after its first n-gram, and ends with an equal
         unit. Pairs with less than ``min_share`` of the evaluation document are left out.
         """
-        rule, evals, (units_of, units) = self._rule, self._evals, self._units_of(documents.texts)
+        rule = self._rule
+        evals = self._evals
+        units_of, units = self._units_of(documents.texts)
         for (number, eval_number), shifts in sorted(self._shared(units).items()):
             first, end = units.offsets[number : number + 2].tolist()
             eval_first, eval_end = evals.offsets[eval_number : eval_number + 2].tolist()
@@ -312,7 +325,8 @@ class _Search:
             longest = (0, 0)  # length of the longest run, and minus its begin: of equal runs the first wins
             for shift in shifts:
                 # Find all runs at this shift, also those with n-grams beyond _MAX_PLACES.
-                low, high = max(first, eval_first - shift), min(end, eval_end - shift)
+                low = max(first, eval_first - shift)
+                high = min(end, eval_end - shift)
                 is_equal = units.ids[low:high] == evals.ids[low + shift : high + shift]
                 edges = np.flatnonzero(np.diff(is_equal, prepend=False, append=False)).reshape(-1, 2)
                 for begin, stop in edges[edges[:, 1] - edges[:, 0] >= rule.ngram].tolist():
@@ -324,7 +338,8 @@ class _Search:
                     run = run[: np.flatnonzero(run)[-1] + 1]
                     is_shared[low + begin + shift - eval_first :][: len(run)] |= run
                     longest = max(longest, (len(run), first - low - begin))
-            num_units, begin = longest[0], -longest[1]
+            num_units = longest[0]
+            begin = -longest[1]
             if not num_units or is_shared.mean() < rule.min_share:
                 continue
             shared = units_of[number][begin : begin + num_units]
@@ -395,8 +410,10 @@ def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: di
     Raises BrokenShard, ReadWriteError.
     """
     listed: dict[str, None] = {}  # in order, each once
-    names_path, last = out.path_of(_NAMES), ""
-    evals, sources = Counter[str](), Counter[str]()
+    names_path = out.path_of(_NAMES)
+    last = ""
+    evals = Counter[str]()
+    sources = Counter[str]()
     with out.new_file(_HITS) as file:
         for name in names_of_hits:
             for line, hit in _hits_in(out, name):
@@ -409,7 +426,8 @@ def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: di
         file.sync()
         file.publish()
     out.publish(_NAMES, "".join(listed).encode())
-    documents, of_evals = counted(sources.total(), "document"), counted(len(evals), "evaluation document")
+    documents = counted(sources.total(), "document")
+    of_evals = counted(len(evals), "evaluation document")
     summary = f"{documents} with text of {of_evals}: {counted(evals.total(), 'hit')}"
     hits_in_order = (hit for _, hit in _hits_in(out, _HITS))
     top = heapq.nlargest(_MAX_SHOWN, hits_in_order, key=lambda hit: hit["share"])
@@ -471,7 +489,8 @@ class _Shard(NamedTuple):
 
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents to remove, write the lists, and print the totals. Return the exit code."""
-    plans, given = dict[str, DataFolder](), GivenInputs(args)
+    plans = dict[str, DataFolder]()
+    given = GivenInputs(args)
     shards: list[_Shard] = []
     lists: dict[DataFolder, files.PublishedFile] = {}  # by data set
     inputs: dict[DataFolder, InputSettings] = {}  # by data set
@@ -501,12 +520,17 @@ def duplicates(args: argparse.Namespace) -> int:
         given.check_all_used()
         # Find the groups of equal documents, one part of the digests at a time.
         num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
-        num_parts, blanks = 1 + num_all // _PART_DOCUMENTS, blank_digests(np.array([False, True]))
-        keys, first_shards, num_documents, num_copies = [blanks[:0]], [np.zeros(0, np.int64)], 0, 0
+        num_parts = 1 + num_all // _PART_DOCUMENTS
+        blanks = blank_digests(np.array([False, True]))
+        keys = [blanks[:0]]
+        first_shards = [np.zeros(0, np.int64)]
+        num_documents = 0
+        num_copies = 0
         has_copies = np.zeros(len(shards), np.bool_)  # bool[shards]: whether it has documents to remove
         progress = Progress("comparing digests", num_parts * num_all, unit="documents")
         for part in range(num_parts):
-            digests, counts = [], []
+            digests = []
+            counts = []
             for shard in shards:
                 digests_here = read_digests(shard.folder, shard.shard_id, shard.stamp)
                 first_bits = digests_here.view(">u8")[::2].astype(np.uint64) >> _HALF
@@ -522,9 +546,11 @@ def duplicates(args: argparse.Namespace) -> int:
             first_shards.append(shard_of[first[count > 1]])
             has_copies[np.delete(shard_of, first)] = True
         # Digests ascend, across parts and within each.
-        groups, first_shard = DocumentNames(keys=np.concatenate(keys)), np.concatenate(first_shards)
+        groups = DocumentNames(keys=np.concatenate(keys))
+        first_shard = np.concatenate(first_shards)
         for number in with_progress("writing the lists", np.flatnonzero(has_copies).tolist()):
-            shard, kept = shards[number], set[int]()
+            shard = shards[number]
+            kept = set[int]()
             for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.reader):
                 path = documents.input_path
                 group_of = groups.find(documents.digests())
@@ -554,7 +580,8 @@ def duplicates(args: argparse.Namespace) -> int:
     total = counted(num_documents, "document")
     print_lines(f"{num_copies:,} of {total} are duplicates of {len(groups.keys):,} others")
     for each in data_sets:
-        count, data_dir = sum(each["sources"].values()), DataFolder(each["data_dir"])
+        count = sum(each["sources"].values())
+        data_dir = DataFolder(each["data_dir"])
         list_path = quoted(each["list"])
         print_lines(f"{quoted(data_dir)}: {counted(count, 'document')} to remove; list: {list_path}")
         print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))

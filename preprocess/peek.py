@@ -56,7 +56,8 @@ def _decoder(folder: DataFolder, plan: Plan) -> Callable[[Ids, npt.NDArray[np.bo
     def text_of(ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         if len(ids) and np.isin(ids, blanks).all():
             return f"⟦{counted(len(ids), 'blanked token')}⟧"
-        cuts, parts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)], []
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+        parts = []
         for begin, end in itertools.pairwise(cuts):
             is_marked = len(cuts) > 2 and mask[begin:end].all()
             parts.append("⟪" if is_marked else "")
@@ -111,11 +112,14 @@ def peek(args: argparse.Namespace) -> int:
     if not args.addresses:
         made = _made_shards(folder)
         samples = ((each, n) for each in made for n in range(len(read_idx(folder, plan.spec, each))))
-    text_of, num_shown = _decoder(folder, plan), 0
+    text_of = _decoder(folder, plan)
+    num_shown = 0
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
-                ids, mask, begins = shard.ids(number), shard.loss_mask(number), shard.starts(number)
+                ids = shard.ids(number)
+                mask = shard.loss_mask(number)
+                begins = shard.starts(number)
                 # A row may begin with the rest of a document. A document may have no tokens.
                 cuts = sorted({0, *begins.tolist(), len(ids)}) if len(ids) else [0, 0]
                 documents = [text_of(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -141,18 +145,21 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
     If the document was left out of its shard, print why, and yield nothing. Raises NotFound, UsageError.
     """
     if in_shard := _IN_SHARD.fullmatch(address):
-        shard_id, number = int(in_shard[1]), int(in_shard[2])
+        shard_id = int(in_shard[1])
+        number = int(in_shard[2])
         if shard_id >= plan.num_shards:
             expected = f"ids of 0 to {plan.num_shards - 1}"
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
-            path, remedy = folder.path_of(names.manifest_name(shard_id)), commands.run(folder, str(shard_id))
+            path = folder.path_of(names.manifest_name(shard_id))
+            remedy = commands.run(folder, str(shard_id))
             raise NotFound(path=path, found="missing: the shard is not made yet", remedy=remedy)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
         yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
         return
-    paths, made = [item.path for item in plan.inputs], _made_shards(folder)
+    paths = [item.path for item in plan.inputs]
+    made = _made_shards(folder)
     if address.startswith("id:") and address != "id:":
         if not plan.options.id_field:
             found = "no document ids, because its plan has no --id_field"
@@ -212,7 +219,8 @@ _LEFT_OUT = msgspec.json.Decoder(_LeftOut)
 
 def _left_out_at(folder: DataFolder, shard_id: int, name: str, offset: int) -> _LeftOut | None:
     """Return what was left out of a shard at a place of an input, or None. Raises BrokenShard."""
-    stamp, last_entry = read_manifest(folder, shard_id).quarantine, None
+    stamp = read_manifest(folder, shard_id).quarantine
+    last_entry = None
     if stamp is None:
         return None
     for line in side_file_lines(folder, names.quarantine_name(shard_id), shard_id, stamp):
@@ -250,9 +258,11 @@ def _print_sample(
     plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, only: set[int]
 ) -> None:
     """Print a sample: up to ``chars`` characters (0: all) of each document in ``only`` (empty: all)."""
-    record, name = samples.records[number], "row" if plan.spec.has_rows else "document"
+    record = samples.records[number]
+    name = "row" if plan.spec.has_rows else "document"
     begins_inside = len(documents) > len(samples.starts(number))
-    num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
+    num_tokens = len(samples.ids(number))
+    num_trained = int(samples.loss_mask(number).sum())
     counts = read_manifest(samples.folder, samples.shard_id).counts
     num_train = counts.num_samples - counts.held_out.num_samples
     path = name_of_input([item.path for item in plan.inputs], int(record["input_number"]))

@@ -39,14 +39,17 @@ _MIN_MAX_BYTES = 1_000_000  # with less, samples would be shorter than lines
 _PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
 
 # Llama 3.1's special tokens by position, from its tokenizer.json. The others are reserved.
-_BOS, _EOS, _PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
+_BOS = "<|begin_of_text|>"
+_EOS = "<|end_of_text|>"
+_PAD = "<|finetune_right_pad_id|>"
 _ROLES = ("step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image")
 _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, name in enumerate(_ROLES)}
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Train a tokenizer on the inputs of a folder. Equal inputs and flags give equal bytes."""
-    vocab_size, max_bytes = args.vocab_size, parse_size(args.max_bytes, "--max_bytes")
+    vocab_size = args.vocab_size
+    max_bytes = parse_size(args.max_bytes, "--max_bytes")
     if vocab_size < 256:
         expected = "256 or more: the bytes and their merges (Llama 3 has 128000)"
         raise UsageError.of_value("--vocab_size", vocab_size, expected)
@@ -62,7 +65,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     input_dir: Path = args.input_dir
     inputs = [item.file for item in stamp_inputs(input_dir, find_inputs(input_dir, options).paths, options)]
     num_texts = num_bytes = 0  # of the training text
-    num_bad, first_bad = Counter[str](), ""  # documents left out by reason, and the place of the first
+    num_bad = Counter[str]()  # documents left out, by reason
+    first_bad = ""  # place of the first of them
 
     def texts() -> Iterator[list[str]]:
         """Yield lists of stripped texts: documents, or pieces of long documents."""
@@ -79,7 +83,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
                 pieces += [text[n : n + PIECE_CHARS].strip() for n in range(0, len(text), PIECE_CHARS)]
             ends = list(itertools.accumulate((len(piece.encode()) for piece in pieces), initial=num_bytes))
             num_kept = bisect.bisect_right(ends, max_bytes) - 1
-            num_texts, num_bytes = num_texts + num_kept, ends[num_kept]
+            num_texts += num_kept
+            num_bytes = ends[num_kept]
             yield pieces[:num_kept]
             progress.add(batch.num_bytes)
         say("all text is read; merging pairs")

@@ -85,11 +85,14 @@ def verify(args: argparse.Namespace) -> int:
     if problems:
         return _report_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
-    path, content, wrote = folder.path_of(names.INDEX_NAME), index.to_json(), "wrote"
+    path = folder.path_of(names.INDEX_NAME)
+    content = index.to_json()
+    wrote = "wrote"
     try:
         folder.publish(names.INDEX_NAME, content)
     except errors.CannotWrite as error:  # for example a read-only folder of a colleague
-        existing, wrote = b"", "found the same in"
+        existing = b""
+        wrote = "found the same in"
         with contextlib.suppress(*files.NOT_THERE, errors.BrokenShard):
             existing = folder.read(names.INDEX_NAME, max_bytes=len(content))
         if existing != content:
@@ -187,7 +190,8 @@ def _make_again(
             others = [name for name in _COMPARED if getattr(published, name) != getattr(made, name)]
             differing = [names.STAMPED_NAMES[name](shard_id) for name in others]
             for name in (item.name for item in dataclasses.fields(manifest.ShardCounts)):
-                before, now = getattr(published.counts, name), getattr(made.counts, name)
+                before = getattr(published.counts, name)
+                now = getattr(made.counts, name)
                 if before != now:
                     differing.append(f"{name} ({now} in place of {before})")
             if differing:
@@ -253,7 +257,8 @@ def _check_shards(
         shard = manifest.check_shard(folder, shard_id, plan.plan_id)
         manifest.check_sizes(folder, shard)
         # It must be made for this spec, and from exactly the bytes that the plan assigns to it.
-        name, num_bytes = f"shard {shard_id:05d}", shard.counts.input_bytes
+        name = f"shard {shard_id:05d}"
+        num_bytes = shard.counts.input_bytes
         if shard.spec != plan.spec:
             raise errors.OtherPlan(f"the manifest of {name} describes another data set than plan.json")
         if num_bytes != sizes[shard_id]:
@@ -296,7 +301,9 @@ def _check_shards(
 
 def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> IdxRecords:
     """Check that an idx agrees with the manifest, the plan and the tar's size. Return its records."""
-    shard_id, counts, name = shard.shard_id, shard.counts, f"the idx of shard {shard.shard_id:05d}"
+    shard_id = shard.shard_id
+    counts = shard.counts
+    name = f"the idx of shard {shard.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
     # Ids, starts and masks must be inside the tar and have the right size.
     misplaced = misplaced_samples(shard.spec, records, shard.tar.num_bytes)
@@ -304,7 +311,8 @@ def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> IdxRecords:
         where = f"where it cannot be in a tar of {shard.tar.num_bytes} bytes"
         raise errors.BrokenShard(f"{name} places sample {int(misplaced.argmax())} {where}")
     # The counts must agree. Samples for validation come last.
-    num_tokens, validation = records["num_tokens"].astype(np.int64), counts.held_out
+    num_tokens = records["num_tokens"].astype(np.int64)
+    validation = counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())
@@ -319,13 +327,15 @@ def _check_idx(folder: DataFolder, plan: Plan, shard: Manifest) -> IdxRecords:
         if number != expected:
             raise errors.BrokenShard(f"{name} has {number} {what}, its manifest says {expected}")
     if len(records):
-        begin, end = plan.cuts[shard_id], plan.cuts[shard_id + 1]
+        begin = plan.cuts[shard_id]
+        end = plan.cuts[shard_id + 1]
         places = [*zip(records["input_number"].tolist(), records["input_offset"].tolist(), strict=True)]
         in_order = plan.options.pack == "best_fit" or all(
             side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
         # Rows, and bytes of decompressed text, cannot be compared with the file's bytes in the plan.
-        first, stop = (begin.input_number, begin.byte), (end.input_number, end.byte)
+        first = (begin.input_number, begin.byte)
+        stop = (end.input_number, end.byte)
         if begin.byte and not input_kind(plan.inputs[begin.input_number].path).is_in_bytes:
             first = (begin.input_number, 0)
         if end.byte and not input_kind(plan.inputs[end.input_number].path).is_in_bytes:
@@ -341,7 +351,8 @@ def _check_ids(shard: Manifest, tar: files.HashedFile, records: IdxRecords) -> N
     A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
     """
     # The tar has the order of the idx, except for samples for validation.
-    spec, vocab_size = shard.spec, shard.spec.tokenizer.vocab_size
+    spec = shard.spec
+    vocab_size = shard.spec.tokenizer.vocab_size
     records = records[np.argsort(records["offset"], kind="stable")]
     try:
         for ids in ids_of(spec, records, tar.read):
@@ -379,13 +390,15 @@ def clean(args: argparse.Namespace) -> int:
         raise errors.NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
     removed: list[int] = []  # bytes of each path
-    num_kept, failed = 0, ""
+    num_kept = 0
+    failed = ""
     for name in removable:
         path = folder.path_of(name)
         try:
             num_bytes, newest = _bytes_and_newest(folder, name)
             # If the shard is not done, an attempt may still be writing the file.
-            match, is_done = _OF_SHARD.match(path.name), False
+            match = _OF_SHARD.match(path.name)
+            is_done = False
             if plan is not None and match is not None and int(match[1]) < plan.num_shards:
                 with contextlib.suppress(errors.ShardprepError, OSError):
                     is_done = done.done_manifest(folder, int(match[1]), plan.plan_id) is not None
@@ -424,7 +437,8 @@ def _bytes_and_newest(folder: DataFolder, name: str) -> tuple[int, float]:
         raise FileNotFoundError(name)
     if not stat.S_ISDIR(status.st_mode):
         return status.st_size, status.st_mtime
-    num_bytes, newest = 0, status.st_mtime
+    num_bytes = 0
+    newest = status.st_mtime
     for inside in folder.names_below(name):
         status = folder.status_of(inside)
         if status is not None:

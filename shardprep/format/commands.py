@@ -126,7 +126,8 @@ def flags_of_input(
 
 def _given_flags(*more: str) -> list[str]:
     """Return the flags of this process that making shards again needs, if it makes shards."""
-    flags, words = given.flags(), list[str]()
+    flags = given.flags()
+    words = list[str]()
     if flags.get("command") in _MAKING:
         for name in (*_KEPT, *more):
             if flags.get(name) is not None:

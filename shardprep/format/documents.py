@@ -49,7 +49,8 @@ DIGEST = np.dtype(f"V{names.DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
 Numbers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.void]  # DIGEST[n]
-_TEXT, _PLACE = "sha256:", "at:"
+_TEXT = "sha256:"
+_PLACE = "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
 _HEX_DIGITS = re.compile("[0-9a-fA-F]{64}")
 _CSV_STRING = re.compile('"(?:[^"]|"")*"')
@@ -173,7 +174,8 @@ def name_of_place(path: str, offset: int) -> str:
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
     """Read a user's list; a million lines take 2 s and 50 MB. Raises BadInput, NotFound or UsageError."""
-    keys, kinds = bytearray(), set[NameKind]()
+    keys = bytearray()
+    kinds = set[NameKind]()
     for _, key, kind in _names_in(path, id_field):
         keys += key
         kinds.add(kind)
@@ -215,7 +217,8 @@ def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]
                 found = f"{os.fsencode(line[:80])!r} in line {number} ({error})"
                 raise BadInput(path=path, found=found, expected=_EXPECTED) from None
             if kind == "id" and not id_field:
-                found, expected = f"an id in line {number}, without --id_field", "sha256:HEX, or at:FILE:BYTE"
+                found = f"an id in line {number}, without --id_field"
+                expected = "sha256:HEX, or at:FILE:BYTE"
                 raise UsageError(path=path, found=found, expected=expected, remedy="--id_field")
             if kind == "id" and name == line:  # not in quotes
                 num_ids += 1
@@ -309,7 +312,8 @@ def read_excluded(folder: DataFolder, sha256: str) -> DocumentNames:
         raw = folder.read(names.EXCLUDED_NAME, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
         sha256_here = hashlib.sha256(raw).hexdigest()
     except files.NOT_THERE:
-        raw, sha256_here = b"", "missing"
+        raw = b""
+        sha256_here = "missing"
     if sha256_here != sha256:
         expected = f"{sha256[:12]}; run the plan command again with the same --exclude list"
         raise BrokenShard(path=path, found=f"sha256 {sha256_here[:12]}", expected=expected)
@@ -448,7 +452,8 @@ def kept_ids(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Iterator[tu
         try:
             yield _KEPT_ID.decode(line)
         except (msgspec.MsgspecError, ValueError):
-            path, remedy = folder.path_of(name), commands.shard_again(shard_id, folder)
+            path = folder.path_of(name)
+            remedy = commands.shard_again(shard_id, folder)
             raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
 
 

@@ -144,8 +144,10 @@ def refuse_other_plan(folder: DataFolder, plan_id: str) -> bool:
     # The id is in the first bytes of the file.
     match = _PLAN_ID.search(folder.read_beginning(names.PLAN_NAME, 400))
     if match and match[1].decode() != plan_id:
-        path, found = folder.path_of(names.PLAN_NAME), f"plan {match[1].decode()[:12]}"
-        expected, advice = f"{plan_id[:12]}, like its shards", "restore the plan, or move plan or shards away"
+        path = folder.path_of(names.PLAN_NAME)
+        found = f"plan {match[1].decode()[:12]}"
+        expected = f"{plan_id[:12]}, like its shards"
+        advice = "restore the plan, or move plan or shards away"
         raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice)
     return match is not None
 

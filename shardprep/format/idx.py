@@ -105,8 +105,11 @@ class IdxFile:
 
     def __init__(self, folder: DataFolder, spec: DatasetSpec, shard_id: int) -> None:
         """Open it. Raises MissingShard, BrokenShard, UnknownVersion, OtherPlan or OSError."""
-        self._folder, self._shard_id, self.dtype = folder, shard_id, IDX_DTYPES[spec.kind]
-        name, header = names.idx_name(shard_id), idx_header(spec, shard_id)
+        self._folder = folder
+        self._shard_id = shard_id
+        self.dtype = IDX_DTYPES[spec.kind]
+        name = names.idx_name(shard_id)
+        header = idx_header(spec, shard_id)
         with ExitStack() as opened:  # closes the file on an error, whose traceback may keep it alive
             try:
                 self.file = opened.enter_context(folder.open(name))
@@ -141,16 +144,20 @@ class IdxFile:
         """Read the records of some rows. Raises BrokenShard or OSError."""
         # The first read of a chunk reads all of it and checks its crc32, which takes 10 us per 20 KB; reading
         # the ids of as many rows takes 0.7 ms (one core, page cache).
-        first, stop, size = rows.start, rows.stop, self.dtype.itemsize
+        first = rows.start
+        stop = rows.stop
+        size = self.dtype.itemsize
         chunks = range(first // CHUNK_RECORDS, -(-stop // CHUNK_RECORDS))
         is_new = 0 in self._is_checked[chunks.start : chunks.stop]
         if is_new:
-            first, stop = chunks.start * CHUNK_RECORDS, min(chunks.stop * CHUNK_RECORDS, self.num_samples)
+            first = chunks.start * CHUNK_RECORDS
+            stop = min(chunks.stop * CHUNK_RECORDS, self.num_samples)
         raw = self.file.read(HEADER_BYTES + first * size, (stop - first) * size)
         records = np.frombuffer(raw, self.dtype)
         for chunk in chunks if is_new else ():
             begin = chunk * CHUNK_RECORDS - first
-            part, found = records[begin : begin + CHUNK_RECORDS], ""
+            part = records[begin : begin + CHUNK_RECORDS]
+            found = ""
             if zlib.crc32(part.tobytes()) != self._crcs[chunk]:
                 found = f"damaged: wrong crc32 of the records from {chunk * CHUNK_RECORDS} on"
             elif (last := int(part["offset"].max())) > MAX_OFFSET:
@@ -188,7 +195,8 @@ def misplaced_samples(spec: DatasetSpec, records: IdxRecords, tar_bytes: int) ->
     Ids, starts and masks must be inside the tar and have the right size. Ids must not overlap, and a row's
     starts and mask must be close to its ids. So reading takes no more memory than the size of the tar.
     """
-    tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"].astype(np.int64)
+    tokens = records["num_tokens"].astype(np.int64)
+    size = records["num_bytes"].astype(np.int64)
     offset = records["offset"].astype(np.int64)
     wrong = (offset < 0) | (offset > tar_bytes - size)
     if spec.kind == "json":
@@ -197,7 +205,8 @@ def misplaced_samples(spec: DatasetSpec, records: IdxRecords, tar_bytes: int) ->
     elif spec.kind == "npy":
         wrong |= size != tokens * spec.dtype.itemsize
     else:
-        row_bytes, num_starts = spec.seq_len * spec.dtype.itemsize, records["num_starts"].astype(np.int64)
+        row_bytes = spec.seq_len * spec.dtype.itemsize
+        num_starts = records["num_starts"].astype(np.int64)
         wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
         # A member has rows of about PACKED_MEMBER_BYTES, or one row, after at most 9 bytes per token.
         max_distance = 16 * max(names.PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
@@ -216,7 +225,8 @@ def misplaced_samples(spec: DatasetSpec, records: IdxRecords, tar_bytes: int) ->
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
     """Return the header of an idx: 64 bytes."""
-    kind, token_bytes = [*IDX_DTYPES].index(spec.kind), 0 if spec.kind == "json" else spec.token_bytes
+    kind = [*IDX_DTYPES].index(spec.kind)
+    token_bytes = 0 if spec.kind == "json" else spec.token_bytes
     of_shard = (spec.seq_len, shard_id, spec.plan_id[:32].encode(), 0)
     return np.array(
         [(b"shardidx", json_files.FORMAT_VERSION, kind, token_bytes, *of_shard)], IDX_HEADER

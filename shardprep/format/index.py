@@ -124,7 +124,8 @@ def merge_manifests(folder: DataFolder, manifests: Iterable[Manifest]) -> Datase
         spec = spec or manifest.spec
         if manifest.spec != spec:
             path = folder.path_of(names.manifest_name(manifest.shard_id))
-            found, expected = f"plan {manifest.spec.plan_id[:12]}", f"{spec.plan_id[:12]}, like the others"
+            found = f"plan {manifest.spec.plan_id[:12]}"
+            expected = f"{spec.plan_id[:12]}, like the others"
             remedy = commands.shard_of_other_plan(manifest.shard_id, folder)
             raise errors.OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
         counts = manifest.counts
@@ -136,7 +137,8 @@ def merge_manifests(folder: DataFolder, manifests: Iterable[Manifest]) -> Datase
         sources.append(counts.sources)
     if spec is None:
         raise errors.MissingShard("no manifest was given")
-    total, shards_blanked = sum_of_sources(sources), names.id_ranges(blanked)
+    total = sum_of_sources(sources)
+    shards_blanked = names.id_ranges(blanked)
     return _index_of(
         spec, rows, total, shards_blanked, lambda row: (folder.path_of(names.manifest_name(row)), "counts")
     )

@@ -347,7 +347,8 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
         record = _record_of(content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
-        record.path, record.name = str(path), place
+        record.path = str(path)
+        record.name = place
         record.is_own = _is_own(status)
         record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
@@ -367,7 +368,9 @@ def _record_of(content: bytes) -> AttemptRecord | None:
     for line in content.decode("utf-8", "replace").split("\n"):
         name, equals, value = line.partition("=")
         if line == "begin":
-            facts, failures, prefix = {}, {}, ""
+            facts = {}
+            failures = {}
+            prefix = ""
         elif line == "end":
             prefix = "end_"
         elif line.startswith("{"):
@@ -434,18 +437,21 @@ class RunRecord:
     """Keeps the record of a ``run`` within ``with``, unless a job's script keeps one already."""
 
     def __init__(self, folder: DataFolder, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
-        self._folder, self._name = folder, ""
+        self._folder = folder
+        self._name = ""
         self.exit_code = 0
         if os.environ.get(RECORD_VARIABLE):
             return
-        now, host = time.time(), os.uname().nodename
+        now = time.time()
+        host = os.uname().nodename
         facts: dict[str, object] = {"plan_id": plan_id, "identity": folder_identity(folder)}
         facts |= {"shards": names.id_ranges(shard_ids), "time": round(now, 3)}
         facts |= {"SLURMD_NODENAME": host, "SLURM_CPUS_PER_TASK": num_cpus}
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
             facts |= {name: value for name, value in os.environ.items() if re.match("SLURMD?_", name)}
-            index, restarts = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_RESTART_COUNT")
+            index = os.environ.get("SLURM_ARRAY_TASK_ID")
+            restarts = os.environ.get("SLURM_RESTART_COUNT")
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
         else:
             facts |= {"pid": os.getpid(), "pid_began": start_ticks(os.getpid())}

@@ -87,7 +87,8 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
 
 
 def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
-    written, expected = data.pop(name, None), content_sha256(data)
+    written = data.pop(name, None)
+    expected = content_sha256(data)
     if written != expected:
         raise BrokenShard(path=path, found=f"altered: {name} {_shown(written)}", expected=expected[:12])
 

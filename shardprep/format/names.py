@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 MAX_SHARDS = 99_999  # shard names have five digits
 MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
-MIN_FRACTION, MAX_FRACTION = 1e-6, 0.5  # of documents held out for validation
+# Of documents held out for validation.
+MIN_FRACTION = 1e-6
+MAX_FRACTION = 0.5
 BLOCK_BYTES = 512  # of a tar
 DIGEST_BYTES = 16  # of a document's digest in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar

@@ -125,7 +125,8 @@ class Plan(_Decisions):
     def spec(self) -> DatasetSpec:
         shared = ("record", "token_format", "seq_len", "append_eos", "validation_fraction")
         options = {name: getattr(self.options, name) for name in shared}
-        tokenizer, num_shards = self.tokenizer, self.num_shards
+        tokenizer = self.tokenizer
+        num_shards = self.num_shards
         return DatasetSpec(plan_id=self.plan_id, num_shards=num_shards, tokenizer=tokenizer, **options)
 
     @property
@@ -142,9 +143,11 @@ class Plan(_Decisions):
         """Return one shard. Raises NotFound if the plan does not have it."""
         if not 0 <= shard_id < self.num_shards:
             last = self.num_shards - 1
-            expected, remedy = f"0 to {last}, as a job array --array=0-{last}", f"--array=0-{last}"
+            expected = f"0 to {last}, as a job array --array=0-{last}"
+            remedy = f"--array=0-{last}"
             raise errors.NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
-        begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
+        begin = self.cuts[shard_id]
+        end = self.cuts[shard_id + 1]
         _check_cuts([begin, end], self.inputs)
         ranges = list(ranges_between(self.input_dir, self.inputs, begin, end))
         share, rest = divmod(self.options.limit, self.num_shards)
@@ -232,7 +235,9 @@ class Rows(Sequence[T]):
 
     def __init__(self, file: files.ReadFile, begin: int, table: _Table, kind: Any) -> None:
         """``begin``: offset of the byte after the head. Raises BrokenShard if rows and blocks disagree."""
-        self._file, self._table, self._kind = file, table, kind
+        self._file = file
+        self._table = table
+        self._kind = kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
             expected = f"the blocks of {table.num_rows} rows"
@@ -255,7 +260,8 @@ class Rows(Sequence[T]):
     def _block(self, number: int) -> list[T]:
         if number in self._blocks:
             return self._blocks[number]
-        path, begin = self._file.path, self._offsets[number]
+        path = self._file.path
+        begin = self._offsets[number]
         num_bytes, expected = self._table.blocks[number]
         num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
         where = f"bytes {begin} to {begin + num_bytes}"
@@ -281,7 +287,8 @@ def plan_id(plan: Plan) -> str:
 
 def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
     """Return the hashes of the columns of inputs and cuts that the plan's id depends on."""
-    inputs, cuts = hashlib.sha256(), hashlib.sha256()
+    inputs = hashlib.sha256()
+    cuts = hashlib.sha256()
     for item in plan.inputs:
         facts = (item.path, item.num_bytes, item.sha256)
         inputs.update(msgspec.json.encode((*facts, item.encoding) if item.encoding else facts))
@@ -383,11 +390,13 @@ def need_plan(output_dir: DataFolder) -> Plan:
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {names.PLAN_NAME}" if output_dir.exists() else "no such folder"
-        raw, made = "RAW", os.path.abspath(output_dir)  # noqa: PTH100 - Path.resolve() would follow links
+        raw = "RAW"
+        made = os.path.abspath(output_dir)  # noqa: PTH100 - Path.resolve() would follow links
         listed = output_dir.names()
         # A folder with raw inputs was probably given as the output folder by mistake.
         if any(map(known_input_kind, listed)) and not any(name.startswith("shard-") for name in listed):
-            raw, made = made, f"{made}_shards"
+            raw = made
+            made = f"{made}_shards"
         remedy = commands.plan(raw, made)
         raise errors.NotFound(path=output_dir, found=found, expected=names.PLAN_NAME, remedy=remedy)
     return plan
@@ -451,10 +460,12 @@ def check_tokenizer_files(folder: DataFolder, planned: dict[str, FileStamp], wan
     content = b""
     listed = {name for name in folder.names(names.TOKENIZER_DIR) if not name.startswith(".")}
     for name in sorted(planned.keys() | listed):
-        stamp, found = planned.get(name), "no such file"
+        stamp = planned.get(name)
+        found = "no such file"
         kind: type[errors.ShardprepError] = errors.NotFound
         if stamp is None:  # not read: its size says nothing
-            found, kind = "a file that the plan does not have", errors.OtherTokenizer
+            found = "a file that the plan does not have"
+            kind = errors.OtherTokenizer
         elif name in listed:
             raw, found = _read_stamped(folder, f"{names.TOKENIZER_DIR}/{name}", stamp, keeps=name == wanted)
             content = raw or content

@@ -40,7 +40,8 @@ TEXT = "which documents and text are kept"
 TOKENS = "tokenizer"
 
 
-ROWS, TEXTS = ("packed", "chat"), ("documents", "packed")  # records that are rows; records of plain texts
+ROWS = ("packed", "chat")  # records that are rows
+TEXTS = ("documents", "packed")  # records of plain texts
 
 
 _input = partial(option, group=INPUT)
@@ -190,8 +191,11 @@ class PlanOptions:
         if self.text_template and self.text_field:
             raise errors.UsageError(found="--text_field and --text_template", expected="one of the two")
         for item in fields(self):
-            name, value, facts = item.name, getattr(self, item.name), item.metadata
-            span, records = facts.get("span"), facts.get("records", (self.record,))
+            name = item.name
+            value = getattr(self, item.name)
+            facts = item.metadata
+            span = facts.get("span")
+            records = facts.get("records", (self.record,))
             if isinstance(value, str) and _NOT_TEXT.search(value):
                 raise errors.UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
             if span and value and not span[0] <= value <= span[1]:
@@ -209,7 +213,8 @@ class PlanOptions:
             raise errors.UsageError(found="--separator and --doc", expected="one of the two")
         if self.blanked:
             names.ids_of_ranges(self.blanked)
-        has_rows, is_chat = self.has_rows, self.is_chat
+        has_rows = self.has_rows
+        is_chat = self.is_chat
         settled: dict[str, Any] = {"encoding": _python_encodings(self.encoding)}
         settled["digests"] = self.digests or self.validation_fraction > 0
         if has_rows:
@@ -293,7 +298,8 @@ class PrepConfig(PlanOptions):
         if self.follow_links and not self.recursive:
             raise errors.UsageError(found="--follow_links", expected="--recursive, too", remedy="--recursive")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
-            found, remedy = f"--engine {self.engine}", "--engine tokenizers"
+            found = f"--engine {self.engine}"
+            remedy = "--engine tokenizers"
             raise errors.UsageError(found=found, expected=f"{remedy}, for loss masks", remedy=remedy)
         if self.limit and self.hash_inputs:
             raise errors.UsageError(found="--limit --hash_inputs", expected="one of them")
@@ -303,7 +309,8 @@ def option_differences(planned: PlanOptions, now: PlanOptions, given: set[str] |
     """Describe how options differ. With ``given``, only these options, and only if the id depends on them."""
     differences = []
     for item in PLAN_FIELDS:
-        before, after = getattr(planned, item.name), getattr(now, item.name)
+        before = getattr(planned, item.name)
+        after = getattr(now, item.name)
         is_compared = given is None or (item.name in given and item.metadata.get("is_in_id", True))
         if is_compared and before != after:
             differences.append(_difference(item.name, before, after))
@@ -341,7 +348,8 @@ def flags_of(options: PlanOptions) -> list[str]:
     given = options.non_defaults() | ({"seq_len": options.seq_len} if options.has_rows else {})
     words = []
     for item in PLAN_FIELDS:
-        name, value = item.name, given.get(item.name, "")
+        name = item.name
+        value = given.get(item.name, "")
         if not item.metadata["help"] or value == "":
             continue
         if isinstance(value, bool):

@@ -82,7 +82,8 @@ class ShardSamples:
 
     def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
         """Yield the ids of all samples in order, without padding, in pieces: uint32[tokens]."""
-        first, seq_len = 0, self.spec.seq_len
+        first = 0
+        seq_len = self.spec.seq_len
         for ids in self._ids_of(self.records):
             if seq_len:
                 rows = ids.reshape(-1, seq_len)
@@ -119,7 +120,8 @@ def ids_of(
     spec: DatasetSpec, records: IdxRecords, read: Callable[[int, int], bytearray]
 ) -> Iterator[npt.NDArray[np.integer]]:
     """Yield the ids of samples with ascending offsets, in pieces. ``read(offset, size)`` reads the tar."""
-    first, ends = 0, records["offset"] + records["num_bytes"]
+    first = 0
+    ends = records["offset"] + records["num_bytes"]
     while first < len(records):
         begin = int(records["offset"][first])
         end = max(first + 1, int(np.searchsorted(ends, begin + READ_BYTES, side="right")))

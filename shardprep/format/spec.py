@@ -42,7 +42,8 @@ def fingerprint_of(data: dict[str, Any]) -> str:
     """Return the sha256, in hex, of what decides ids in a parsed ``tokenizer.json``, in any key order."""
     kept = {name: data.get(name) for name in _KEYS_OF_IDS}
     model = kept["model"] or {}
-    merges, vocab = model.get("merges"), model.get("vocab")
+    merges = model.get("merges")
+    vocab = model.get("vocab")
     if merges:
         pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
         kept["model"] = model = {**model, "merges": pairs}

@@ -108,11 +108,13 @@ class Program:
             sys.stdout.flush()
             return int(code)
         except ShardprepError as error:
-            message, code = str(error), error.exit_code
+            message = str(error)
+            code = error.exit_code
         except ModuleNotFoundError as error:
             if (missing := missing_library(error, "this command")) is None:
                 raise
-            message, code = missing, UsageError.exit_code
+            message = missing
+            code = UsageError.exit_code
         except MemoryError as error:
             message = f"out of memory ({error or 'the system gives no more'}); finished work is not lost"
             code = ReadWriteError.exit_code
@@ -121,7 +123,8 @@ class Program:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
             todo = "finished work is not lost: fix the cause, and run this again"
-            message, code = f"{path}{error.strerror or error}, at {where}; {todo}", ReadWriteError.exit_code
+            message = f"{path}{error.strerror or error}, at {where}; {todo}"
+            code = ReadWriteError.exit_code
         if message:
             say(f"error: {message}")
         return int(code)
@@ -229,7 +232,8 @@ def check_local_path(text: str, name: str) -> None:
     match = _URL.match(text)
     if match is None:
         return
-    scheme, rest = match[1].lower(), match[2]
+    scheme = match[1].lower()
+    rest = match[2]
     expected = "a path on this machine"
     remedy = None
     if scheme == "file":

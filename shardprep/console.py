@@ -57,7 +57,9 @@ class Progress:
     """Progress towards a known total, in bytes or in ``unit`` (a noun in the plural)."""
 
     def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
-        self._label, self._total, self._unit = label, total, unit
+        self._label = label
+        self._total = total
+        self._unit = unit
         self._done = 0
         self._counts: dict[str, int] = {}
         self._began = self._last_line = time.monotonic()
@@ -86,11 +88,14 @@ class Progress:
                 self._bar.close()
         elif now - self._last_line >= LOG_EVERY_S:
             self._last_line = now
-            elapsed_s, unit = now - self._began, self._unit
+            elapsed_s = now - self._began
+            unit = self._unit
             rate = self._done / elapsed_s
-            total, rates = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
+            total = counted(self._total, unit.removesuffix("s"))
+            rates = f"{rate:.1f} {unit}/s"
             if unit == "bytes":
-                total, rates = short_bytes(self._total), f"{short_bytes(rate)}/s"
+                total = short_bytes(self._total)
+                rates = f"{short_bytes(rate)}/s"
             for name, number in self._counts.items():
                 rates += f", {short_number(number / elapsed_s)} {name}/s"
             left = f", {short_time((self._total - self._done) / rate)} left" if rate > 0 else ""

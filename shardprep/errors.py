@@ -25,7 +25,8 @@ EXIT_CODES = {  # below 128: Slurm mangles others
 # paragraphs; lone surrogates, which names of files may contain. Joiners and other zero-width marks are not
 # escaped: scripts and emoji need them, and terminals do not act on them.
 _CONTROLS = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-CONTROL_IN_TEXT, _CONTROL_IN_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROLS}]")
+CONTROL_IN_TEXT = re.compile(f"[{_CONTROLS}]")
+_CONTROL_IN_LINE = re.compile(f"[\n{_CONTROLS}]")
 
 
 def printable(line: str) -> str:

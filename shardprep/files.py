@@ -180,7 +180,8 @@ class ReadFile:
         self.close()
 
     def close(self) -> None:
-        handle, self._handle = self._handle, -1
+        handle = self._handle
+        self._handle = -1
         close_read(handle)
 
     def status(self) -> os.stat_result:
@@ -218,7 +219,8 @@ class ReadFile:
             expected = f"to contain bytes {offset} to {offset + num_bytes}; was it replaced?"
             raise BrokenShard(path=self.path, found=f"{self.num_bytes} bytes", expected=expected)
         data = bytearray(num_bytes)
-        view, done = memoryview(data), 0
+        view = memoryview(data)
+        done = 0
         while done < num_bytes:
             done += self.read_some(view[done:], offset + done)
         return data
@@ -240,7 +242,8 @@ class HashedFile(ReadFile):
             return super().read(offset, num_bytes)
         while (num_hashed := self._kept_offset + len(self._kept)) < end:
             if num_hashed <= offset:
-                self._kept, self._kept_offset = bytearray(), num_hashed
+                self._kept = bytearray()
+                self._kept_offset = num_hashed
             block = super().read(num_hashed, min(WRITE_BYTES, self.num_bytes - num_hashed))
             self._digest.update(block)
             self._kept = self._kept + block if self._kept else block  # without a copy if it is the first
@@ -480,7 +483,8 @@ class PublishedFile:
         try:
             yield
         except IsADirectoryError:
-            found, expected = "a folder", "a file, or a name that is free"
+            found = "a folder"
+            expected = "a file, or a name that is free"
             raise CannotWrite(path=self.path, found=found, expected=expected) from None
         except OSError as error:
             why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"

@@ -131,7 +131,8 @@ class Folder:
 
     def _open_subfolder(self, name: str) -> _Handle:
         """Open a folder below this one. Raises BrokenShard for a link, and OSError."""
-        handle, reached = self._opened(), ""
+        handle = self._opened()
+        reached = ""
         for part in name.split("/"):
             reached = f"{reached}/{part}" if reached else part
             try:

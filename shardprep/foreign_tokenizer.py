@@ -30,7 +30,8 @@ _MOST_CPU_S = 20  # of a call
 _MOST_MEMORY_BYTES = 1 << 30  # of a call, beyond what importing tokenizers takes
 _MOST_ANSWER_BYTES = 1 << 30
 # A longer text may take longer: 256 bytes of memory, and a second per 100 kB.
-_MEMORY_PER_BYTE, _BYTES_PER_S = 256, 100_000
+_MEMORY_PER_BYTE = 256
+_BYTES_PER_S = 100_000
 FREE_BYTES = 256 << 10
 
 
@@ -42,7 +43,8 @@ class ForeignTokenizer:
 
     def __init__(self, content: bytes, name: str) -> None:
         """Load the content of a tokenizer.json. Raises ReadWriteError if it is none, and BadInput."""
-        self._name, self._content = name, content
+        self._name = name
+        self._content = content
         self._tokenizer: Any = None
         self._settings: list[tuple[Any, ...]] = []
         # Processes with limits that are not in use. A thread takes one, or starts one.
@@ -164,7 +166,8 @@ _CL100K_REGEX = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-_TITLE, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TITLE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K_REGEX = (
     r"[^\r\n\p{L}\p{N}]?TITLE*LOWER+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?TITLE+LOWER*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"

@@ -41,7 +41,8 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
 
 def no_tokenizer(model_id: str, reason: str) -> NotFound:
     """Build the error for a model without a usable tokenizer, with what to type."""
-    expected, advice = "a folder with a tokenizer.json", None
+    expected = "a folder with a tokenizer.json"
+    advice = None
     if not os.path.isdir(model_id) and _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
         expected += ", or a model's name on the hub"
         advice = (

@@ -72,7 +72,8 @@ class LimitedProcess:
         bytes. ``more_*`` are added to the limits. Raises CallFailed, and ReadWriteError if the process ended
         for no reason that is known.
         """
-        memory_bytes, cpu_s = self.memory_bytes + more_memory_bytes, self.cpu_s + more_cpu_s
+        memory_bytes = self.memory_bytes + more_memory_bytes
+        cpu_s = self.cpu_s + more_cpu_s
         items = list(items)
         answers: list[Any] = []
         with self._lock:
@@ -129,7 +130,8 @@ class LimitedProcess:
 
     def end(self, *, at_once: bool = False) -> int:
         """End the process by closing its pipe, or by a signal after a while. Returns its exit code."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is None:
             return 0
         atexit.unregister(self.end)
@@ -143,7 +145,8 @@ class LimitedProcess:
 
 def serve() -> None:
     """Answer the questions that come through a pipe, until its other end is closed."""
-    pipe, is_quiet = Connection(int(sys.argv[1])), sys.argv[2] == "1"
+    pipe = Connection(int(sys.argv[1]))
+    is_quiet = sys.argv[2] == "1"
     asker = os.getppid()
 
     def end_with_asker() -> None:  # also if it was killed during a call that does not end
@@ -168,7 +171,8 @@ def serve() -> None:
             limit_this_process(memory_bytes, cpu_s)
             for item in items:
                 _limit_cpu(cpu_s)
-                fault, answer = "", None
+                fault = ""
+                answer = None
                 try:
                     answer = function(*common, item)
                 except MemoryError:

@@ -260,8 +260,8 @@ _ELSEWHERE = (  # command, its module, which is imported when it is called, and 
     ("peek", "peek", "print decoded samples and where they came from"),
     ("export", "export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
     ("overlap", "overlap", "find the documents that contain text of an evaluation"),
-    ("duplicates", "overlap", "find equal documents, and list those to remove"),
-    ("clean", "verify", "remove files of dead attempts, and the logs of a verified data set"),
+    ("duplicates", "duplicates", "find equal documents, and list those to remove"),
+    ("clean", "clean", "remove files of dead attempts, and the logs of a verified data set"),
     ("train_tokenizer", "train_tokenizer", "train a byte-level BPE like Llama 3's"),
 )
 

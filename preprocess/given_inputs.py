@@ -7,16 +7,20 @@ plans have its hash, and a folder to those whose planned inputs are in it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from preprocess.make.resources import InputSettings
+from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.inputs import OpenInput, sample_sha256
 from preprocess.read.user_code import CodeFiles
 from shardprep.console import quoted
 from shardprep.errors import NotFound, Refused, UsageError
-from shardprep.format import commands
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
+from shardprep.format.documents import read_blanked
 from shardprep.format.plan import Plan
 
 
@@ -116,3 +120,17 @@ def _has_inputs(folder: Path, plan: Plan) -> bool:
         if file.stamp.num_bytes != item.num_bytes or sample_sha256(file) != item.sha256:
             return False
     return True
+
+
+def unblanked_documents(
+    plan: Plan, folder: DataFolder, shard_id: int, reader: DocumentReader
+) -> Iterator[DocumentBatch]:
+    """Read the documents of a shard that are not blanked. Raises the errors of reading the input."""
+    blanked = None
+    if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
+        blanked = read_blanked(folder, plan.plan_id, shard_id)
+    for documents in reader.read_shard(plan.shard(shard_id)):
+        if blanked is not None:
+            is_gone = blanked.are_at(documents.input_number, documents.offsets)
+            documents = documents.only(np.flatnonzero(~is_gone))
+        yield documents

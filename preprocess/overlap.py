@@ -1,8 +1,8 @@
-"""Find documents not to train on: ``overlap`` finds text of an evaluation, ``duplicates`` equal documents.
+"""The command ``overlap``: list the documents of a data set that contain text of an evaluation.
 
-Both commands read the input, since it has the texts as they were encoded, and the offsets of documents.
+It reads the input, since that has the texts as they were encoded, and the offsets of documents.
 
-``overlap`` compares units, which are numbers: token ids, or numbers of the evaluation's words, where any
+Units are compared, which are numbers: token ids, or numbers of the evaluation's words, where any
 other word is 0. Hashes of n-grams only show where to look. There all units are compared, so a hit is never a
 hash collision. A table of booleans rejects nearly all n-grams, at 20 ns per unit. The hits of each shard are
 written to one file, atomically. Its name has a hash of all that they depend on, so a second call continues
@@ -10,16 +10,11 @@ with the missing shards. The call that finds the files of all shards merges them
 
 Words are separated by white space. They are in lower case and normal form NFKC, without punctuation, symbols
 and control characters, and empty ones do not count: "Don't  STOP !" has the words dont and stop.
-
-``duplicates`` keeps the first of equal documents, by the order of data sets, then of their inputs. Digests
-are compared in parts, by their first bits, so memory does not grow with the number of documents: 1 GB, plus
-50 bytes per group of equal documents. All digests are read once for each 8 million of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -38,23 +33,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
+from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command, unblanked_documents
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.reference import decode, load_tokenizer
-from preprocess.make.resources import InputSettings
 from preprocess.make.token_ids import TokenBatch
 from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.formats import Numbers, Texts
 from shardprep import files
 from shardprep.command_line import add_flags_of
-from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, with_progress
-from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
-from shardprep.folders import Folder, OutputFolder, refuse_foreign_file
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
+from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
+from shardprep.folders import OutputFolder
 from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
-from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_blanked, read_digests
-from shardprep.format.done import done_manifests
 from shardprep.format.plan import Cut, Plan, check_tokenizer_files, need_plan, ranges_between
 from shardprep.format.plan_options import PlanOptions
 
@@ -63,10 +55,8 @@ _HITS = "overlap.jsonl"
 _NAMES = "names.txt"
 _PAGE = "overlap.html"
 _WRITTEN = re.compile(r"shard-[0-9]{5}\.[0-9a-f]{12}\.jsonl|overlap\.jsonl?|names\.txt|overlap\.html")
-_NO_NAME = re.compile(r"(?!)")
 _HIT_SHA256 = re.compile(rf"[0-9a-f]{{{2 * names.DIGEST_BYTES}}}")
 _MAX_HIT_BYTES = 1 << 20  # a hit has up to 2,000 characters of text, and names
-_LIST_BEGINS = re.compile(rb'"?at:')  # of a list of ``duplicates``
 _SEPARATOR = "\x1f"  # between texts; Python counts it as white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
 # How many places of an n-gram are compared, in the evaluation and in a document. Text of more evaluation
@@ -76,8 +66,6 @@ _MAX_TEXT_CHARS = 2000  # of a hit
 _MAX_SHOWN = 50  # hits on the page
 # Options of plan that say how to read the files of an evaluation.
 _READ_OPTIONS = ("recursive", "doc", "encoding", "text_field", "text_template")
-_PART_DOCUMENTS = 1 << 23  # digests that are compared at once
-_HALF = np.uint64(32)  # bits
 
 
 class Rule(NamedTuple):
@@ -97,23 +85,6 @@ RULES = {
     # Touvron et al. 2023, arXiv 2307.09288, appendix A.6.
     "llama": Rule("tokens", 10, num_gaps=4),
 }
-
-
-def _unblanked(
-    plan: Plan, folder: DataFolder, shard_id: int, reader: DocumentReader
-) -> Iterator[DocumentBatch]:
-    """Read the documents of a shard that are not blanked. Raises the errors of reading the input."""
-    blanked = None
-    if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
-        blanked = read_blanked(folder, plan.plan_id, shard_id)
-    for documents in reader.read_shard(plan.shard(shard_id)):
-        if blanked is not None:
-            is_gone = blanked.are_at(documents.input_number, documents.offsets)
-            documents = documents.only(np.flatnonzero(~is_gone))
-        yield documents
-
-
-# Overlap. -----------------------------------------------------------------------------------------------
 
 
 def overlap_flags(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +150,7 @@ def overlap(args: argparse.Namespace) -> int:
         progress = Progress("looking", sum(plan.shard(number).num_bytes for number in todo))
         for number in todo:
             lines = []
-            for documents in _unblanked(plan, folder, number, reader):
+            for documents in unblanked_documents(plan, folder, number, reader):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
             out.publish(names_of_hits[number], "".join(lines).encode("utf-8", "surrogatepass"))
@@ -209,7 +180,7 @@ def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) ->
         given.check_all_used()
         plan = plan.at(where.input_dir)
         reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
-        shards = (_unblanked(plan, folder, number, reader) for number in range(plan.num_shards))
+        shards = (unblanked_documents(plan, folder, number, reader) for number in range(plan.num_shards))
         batches = itertools.chain.from_iterable(shards)
     else:
         given.check_all_used()
@@ -454,138 +425,3 @@ def _table(rows: Iterable[Iterable[object]]) -> str:
     """Return an HTML table with the cells escaped."""
     lines = ("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) + "\n" for row in rows)
     return f"<table>\n{''.join(lines)}</table>\n"
-
-
-# Duplicates. --------------------------------------------------------------------------------------------
-
-
-def duplicates_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Find equal documents in one or several data sets, and list those to remove from each data set, for "
-        "'plan --exclude' and 'blank --ids'. The first of equal documents is kept, by the order of the data "
-        "sets, then of their inputs. Plans must have --digests. Inputs of shards with duplicates are read."
-    )
-    add = parser.add_argument
-    add("data_dirs", metavar="DATA", nargs="+", type=Path, help="folder of a data set, complete")
-    text = "list for the first data set; the second one's has .2 before the suffix, and so on"
-    add("--output", metavar="FILE", type=Path, required=True, help=text)
-    add_given_inputs(parser)
-    add("--json", action="store_true", help="print JSON for programs")
-
-
-def _refuse_foreign_list(path: Path) -> None:
-    """Raise Refused if a file is there that ``duplicates`` did not write. Remove what killed runs left."""
-    refuse_foreign_file(path, _LIST_BEGINS)
-    Folder(path.parent, writable=_NO_NAME).remove_temporaries(path.name, older_than_s=files.STALE_AFTER_S)
-
-
-class _Shard(NamedTuple):
-    folder: DataFolder
-    plan: Plan
-    reader: DocumentReader
-    shard_id: int
-    stamp: files.FileStamp  # of its digests
-
-
-def duplicates(args: argparse.Namespace) -> int:
-    """Find the documents to remove, write the lists, and print the totals. Return the exit code."""
-    plans = dict[str, DataFolder]()
-    given = GivenInputs(args)
-    shards: list[_Shard] = []
-    lists: dict[DataFolder, files.PublishedFile] = {}  # by data set
-    inputs: dict[DataFolder, InputSettings] = {}  # by data set
-    removed = Counter[tuple[DataFolder, str]]()  # documents, by data set and source
-    with contextlib.ExitStack() as opened:
-        for number, folder in enumerate(map(DataFolder, args.data_dirs), 1):
-            plan = need_plan(folder)
-            if (other := plans.setdefault(plan.plan_id, folder)) is not folder:
-                same = f"{other} and {folder}, whose plan is the same"
-                raise UsageError(found=same, expected="each data set once")
-            path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
-            _refuse_foreign_list(path)
-            # Open the list now, so that an error of its folder comes before the work.
-            lists[folder] = opened.enter_context(files.PublishedFile(path))
-            where = given.of(folder, plan)
-            inputs[folder] = where
-            reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
-            if plan.options.learn == "each":
-                expected = "--learn all, as documents of one conversation have equal digests"
-                advice = "plan the same input so into another folder; its list fits this one, too"
-                raise UsageError(path=folder, found="--learn each", expected=expected, advice=advice)
-            for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
-                if (stamp := manifest.digests) is None:
-                    expected = "those of plan --digests; plan again with it, into a new folder"
-                    raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
-                shards.append(_Shard(folder, plan.at(where.input_dir), reader, manifest.shard_id, stamp))
-        given.check_all_used()
-        # Find the groups of equal documents, one part of the digests at a time.
-        num_all = sum(shard.stamp.num_bytes // names.DIGEST_BYTES for shard in shards)
-        num_parts = 1 + num_all // _PART_DOCUMENTS
-        blanks = blank_digests(np.array([False, True]))
-        keys = [blanks[:0]]
-        first_shards = [np.zeros(0, np.int64)]
-        num_documents = 0
-        num_copies = 0
-        has_copies = np.zeros(len(shards), np.bool_)  # bool[shards]: whether it has documents to remove
-        progress = Progress("comparing digests", num_parts * num_all, unit="documents")
-        for part in range(num_parts):
-            digests = []
-            counts = []
-            for shard in shards:
-                digests_here = read_digests(shard.folder, shard.shard_id, shard.stamp)
-                first_bits = digests_here.view(">u8")[::2].astype(np.uint64) >> _HALF
-                here = digests_here[first_bits * np.uint64(num_parts) >> _HALF == part]
-                digests.append(here[(here != blanks[0]) & (here != blanks[1])])
-                counts.append(len(digests[-1]))
-                progress.add(len(digests_here))
-            shard_of = np.repeat(np.arange(len(shards)), counts)
-            unique, first, count = np.unique(np.concatenate(digests), return_index=True, return_counts=True)
-            num_documents += len(shard_of)
-            num_copies += len(shard_of) - len(unique)
-            keys.append(unique[count > 1])
-            first_shards.append(shard_of[first[count > 1]])
-            has_copies[np.delete(shard_of, first)] = True
-        # Digests ascend, across parts and within each.
-        groups = DocumentNames(keys=np.concatenate(keys))
-        first_shard = np.concatenate(first_shards)
-        for number in with_progress("writing the lists", np.flatnonzero(has_copies).tolist()):
-            shard = shards[number]
-            kept = set[int]()
-            for documents in _unblanked(shard.plan, shard.folder, shard.shard_id, shard.reader):
-                path = documents.input_path
-                group_of = groups.find(documents.digests())
-                for document in np.flatnonzero(group_of >= 0).tolist():
-                    group = int(group_of[document])
-                    if first_shard[group] == number and group not in kept:
-                        kept.add(group)  # this is the first one
-                        continue
-                    name = name_of_place(path, int(documents.offsets[document]))
-                    lists[shard.folder].write(f"{name}\n".encode())
-                    removed[shard.folder, names.source_of_path(path)] += 1
-        if removed.total() != num_copies:
-            expected = f"{num_copies} by the same input, --transform and libraries that made the data"
-            raise Refused(found=f"{removed.total()} duplicates in the input", expected=expected)
-        for file in lists.values():
-            file.sync()
-            file.publish()
-        files.sync_folder(args.output.parent)
-    data_sets: list[dict[str, Any]] = []
-    for folder, file in lists.items():
-        sources = {source: count for (owner, source), count in removed.most_common() if owner == folder}
-        data_sets.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
-    if args.json:
-        sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}
-        print_lines(json.dumps({**sums, "data_sets": data_sets}))
-        return 0
-    total = counted(num_documents, "document")
-    print_lines(f"{num_copies:,} of {total} are duplicates of {len(groups.keys):,} others")
-    for each in data_sets:
-        count = sum(each["sources"].values())
-        data_dir = DataFolder(each["data_dir"])
-        list_path = quoted(each["list"])
-        print_lines(f"{quoted(data_dir)}: {counted(count, 'document')} to remove; list: {list_path}")
-        print_lines(*(f"  {source}: {counted(num, 'document')}" for source, num in each["sources"].items()))
-        if count:
-            blank = blank_command(data_dir, lists[data_dir].path, inputs[data_dir])
-            print_lines(f"  next: {blank}  # or plan again with --exclude {list_path}")
-    return 0

@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["shard", *words]  # --shard_id N alone makes a shard
     code = PROGRAM.run(words)
-    # A job's script records each attempt in a file, see shardprep/format/jobs.py. A successful task removes
-    # it, so done shards have no record.
+    # A job's script records each attempt in a file, see shardprep/format/attempts.py. A successful task
+    # removes it, so done shards have no record.
     if code == 0 and "SHARDPREP_ATTEMPT" in os.environ:
-        from shardprep.format.jobs import remove_own_record
+        from shardprep.format.attempts import remove_own_record
 
         remove_own_record()
     return code
@@ -70,7 +70,7 @@ def task(args: argparse.Namespace) -> int:
         note = resources.memory_note(settings.memory_gb)
         return make_shard(folder, args.shard_id, settings, num_cpus, note)
     except ShardprepError as error:
-        from shardprep.format.jobs import Failure, append_failure
+        from shardprep.format.attempts import Failure, append_failure
 
         append_failure(Failure.of(args.shard_id, error))
         raise
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     from preprocess.make.attempt import missing_shards
     from preprocess.make.log_lines import amounts_line
     from preprocess.make.many import run_shards
-    from shardprep.format.jobs import RunRecord
+    from shardprep.format.attempts import RunRecord
     from shardprep.format.plan import need_plan
 
     resources.check_address_space()

@@ -26,13 +26,13 @@ from shardprep import errors, files
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, source_lines, with_progress
 from shardprep.format import commands, done, manifest, names
+from shardprep.format.attempts import read_attempts
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import kept_ids, unmatched_names
 from shardprep.format.done import Check, Finding
 from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.index import merge_manifests
 from shardprep.format.inputs import input_kind
-from shardprep.format.jobs import read_attempts
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from shardprep.format.shard_samples import ids_of

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import LOGS_FOLDER
-from shardprep.format.jobs import AttemptRecord, JobArray, Submission
+from shardprep.format.jobs import JobArray, Submission
 from slurm.causes import (
     cause_of_job,
     cause_of_record,

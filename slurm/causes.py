@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardprep.errors import ShardprepError
 from shardprep.files import open_regular
-from shardprep.format.jobs import AttemptRecord
+from shardprep.format.attempts import AttemptRecord
 from slurm.commands import seconds_of
 from slurm.queue import LOG_NOT_OPENED, Job
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardprep.console import counted, print_lines, say, shards_text
 from shardprep.errors import ReadWriteError
+from shardprep.format import attempts
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import chosen_shards, id_ranges
@@ -83,7 +84,7 @@ def record_controller(folder: Path, job_id: str) -> None:
         job_id=job_id,
         name=shown.name,
         submit_time=shown.submit_time,
-        identity=job_files.folder_identity(data_dir),
+        identity=attempts.folder_identity(data_dir),
     )
     job_files.publish_controller(data_dir, record)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardprep.format.jobs import AttemptRecord, Submission, user_name
+from shardprep.format.attempts import AttemptRecord
+from shardprep.format.jobs import Submission, user_name
 from slurm.attempts import Attempt, Shard
 from slurm.causes import BAD_INPUT
 from slurm.queue import Job

@@ -20,10 +20,11 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Literal
 
-from shardprep.format import commands
+from shardprep.format import attempts, commands
 from shardprep.format import jobs as job_files
+from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.jobs import AttemptRecord, Submission, user_name
+from shardprep.format.jobs import Submission, user_name
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slurm_answer
 
@@ -48,7 +49,7 @@ ASK_AGAIN_S = 0.5  # after an empty answer
 
 def job_name_prefix(folder: Path, plan_id: str) -> str:
     """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
-    return f"{JOB_NAME}-{plan_id[:12]}-{job_files.folder_identity(DataFolder(folder))}-"
+    return f"{JOB_NAME}-{plan_id[:12]}-{attempts.folder_identity(DataFolder(folder))}-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +307,7 @@ def _add_jobs_without_record(
         return
     prefix = job_name_prefix(folder, plan_id)
     copied_prefixes = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
-    identity = job_files.folder_identity(DataFolder(folder))
+    identity = attempts.folder_identity(DataFolder(folder))
     controllers = {}
     for each in job_files.read_own_controllers(DataFolder(folder)):
         if each.identity == identity:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.errors import UsageError
-from shardprep.format import jobs as job_files
+from shardprep.format import attempts
 from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 from shardprep.format.names import id_ranges
 from slurm.commands import REQUEST_VARIABLES
@@ -39,7 +39,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     several = "*" if re.search(NUM_PROC, request.worker_args) else "*[-,]*"  # only `run` has this flag
     lines = [
         f"shardprep_folder={place}",
-        f"shardprep_identity={job_files.folder_identity(DataFolder(folder))}",  # as this host sees the folder
+        f"shardprep_identity={attempts.folder_identity(DataFolder(folder))}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
         "# An index is evaluated: other text than a number could run a command.",
         "[[ ${SLURM_ARRAY_TASK_ID:-0} =~ ^(0|[1-9][0-9]*)$ ]] || exit 2",

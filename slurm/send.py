@@ -22,7 +22,7 @@ from typing import Any
 
 from shardprep.console import counted, print_lines, say, shards_text
 from shardprep.errors import ShardprepError
-from shardprep.format import commands
+from shardprep.format import attempts, commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import JobArray, SentJob, Submission
@@ -181,7 +181,7 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: _Jobs) -> tuple[
             submitted=round(time.time(), 3),
             arrays=arrays,
             verify=SentJob(job_id=shown.job_id, name=shown.name, submit_time=shown.submit_time),
-            identity=job_files.folder_identity(folder),
+            identity=attempts.folder_identity(folder),
             is_typed=options.is_typed_retry,
         )
         controller = ""

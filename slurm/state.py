@@ -16,10 +16,12 @@ from pathlib import Path
 from time import sleep
 
 from shardprep.errors import BrokenShard, ReadWriteError, UsageError
+from shardprep.format import attempts
 from shardprep.format import jobs as job_files
+from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import JOBS_FOLDER, DataFolder
 from shardprep.format.done import MadeShards, find_made_shards, is_verified
-from shardprep.format.jobs import AttemptRecord, Submission, user_name
+from shardprep.format.jobs import Submission, user_name
 from shardprep.format.manifest import Manifest
 from shardprep.format.plan import Plan
 from slurm.attempts import Shard, add_attempts, job_of
@@ -44,7 +46,7 @@ class DatasetState:
     plan: Plan
     submissions: list[Submission]
     next_number: int  # of a submission
-    records: job_files.AttemptRecords
+    records: attempts.AttemptRecords
     made: MadeShards
     is_verified: bool
     shards: list[Shard]  # shard N at N
@@ -126,7 +128,7 @@ def _find_state(
     see: Callable[[Manifest], None] | None,
 ) -> DatasetState:
     data_dir = DataFolder(folder)
-    identity = job_files.folder_identity(data_dir)
+    identity = attempts.folder_identity(data_dir)
     sent: list[Submission] = []
     unreadable = []
     try:
@@ -139,7 +141,7 @@ def _find_state(
     copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
-    records = job_files.read_attempts(data_dir, plan.plan_id, identity)
+    records = attempts.read_attempts(data_dir, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found = None
     queue = Queue()
@@ -159,7 +161,7 @@ def _find_state(
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
-    now = job_files.read_attempts(data_dir, plan.plan_id, identity)
+    now = attempts.read_attempts(data_dir, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
     if found is None or queue.jobs:
@@ -222,7 +224,7 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue, made: MadeShards) 
             record.stopped_by = stopped_by
             record.ended = record.ended or ended
             if record.user == user_name():
-                job_files.append_end(record)
+                attempts.append_end(record)
 
 
 def _last_restarts(records: Iterable[AttemptRecord], made: MadeShards) -> dict[tuple[str, int], int]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from shardprep.format import commands
+from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.jobs import AttemptRecord, read_events, user_name
+from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, sum_of_sources
 from shardprep.format.names import id_ranges
 from slurm.attempts import Shard

@@ -23,7 +23,7 @@ from shardprep.format.manifest import Manifest
 from shardprep.format.plan import Plan, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
-    from shardprep.format.jobs import Failure
+    from shardprep.format.attempts import Failure
 
 
 class _Process:
@@ -55,7 +55,7 @@ class _Process:
 
     def receive(self) -> Any:
         """Return the next event: arguments of OnBatch, a Manifest, a Failure, or a line to print."""
-        from shardprep.format.jobs import Failure
+        from shardprep.format.attempts import Failure
 
         try:
             return self.pipe.recv()
@@ -94,7 +94,7 @@ def run_shards(
     """
     from multiprocessing.connection import wait
 
-    from shardprep.format.jobs import Failure, append_failure
+    from shardprep.format.attempts import Failure, append_failure
 
     todo = deque(shard_ids)
     failures: list[Failure] = []
@@ -180,7 +180,7 @@ def _serve(
     folder: DataFolder, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Any
 ) -> None:
     """Make the shards whose ids come through the pipe, and send events back. Runs in a worker process."""
-    from shardprep.format.jobs import Failure
+    from shardprep.format.attempts import Failure
 
     worker: Worker | None = None
     shard_id = -1

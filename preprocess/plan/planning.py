@@ -52,6 +52,7 @@ from shardprep.child_process import call_in_child
 from shardprep.console import counted, printable, say
 from shardprep.format import json_files, names, plan_options
 from shardprep.format import plan as plans
+from shardprep.format.attempts import start_ticks
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import (
     DocumentNames,
@@ -62,7 +63,6 @@ from shardprep.format.documents import (
     unmatched_of,
 )  # fmt: skip
 from shardprep.format.inputs import place_text
-from shardprep.format.jobs import start_ticks
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, ranges_between
 from shardprep.format.plan_options import PlanOptions, PrepConfig

@@ -1,4 +1,4 @@
-"""DATA/jobs: submissions, a history of commands, and attempts at shards that are not done.
+"""DATA/jobs: submissions and controllers, and the history of commands.
 
 ``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
 changed. Its number is the next one after those that its writer found, and a hard link claims it: of two
@@ -7,16 +7,6 @@ simultaneous submissions, one fails. ``jobs/control-ID.json`` is a controller of
 
 Several users may write to DATA/jobs. A record is a user's *own* if it is in a file that this user owns and
 nobody else can write to. Commands act on own records alone, see ``slurm.own``.
-
-``jobs/attempts/`` has a record of each attempt that is running or that left a shard unmade.
-``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. It is text::
-
-    begin               what the attempt was given: NAME=VALUE lines, including Slurm's variables
-    {"shard": 3, ...}   a shard that failed, written by the worker
-    end                 how it ended; missing while the attempt is running, or if it was killed
-
-An attempt that made all its shards removes its record, so a finished data set has none. A record names the
-folder that it was written in, so that records in a copy of the folder are ignored.
 """
 
 from __future__ import annotations
@@ -26,22 +16,18 @@ import dataclasses
 import getpass
 import json
 import os
-import pwd
 import re
 import stat
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta
 
 from shardprep import errors, files
 from shardprep.errors import ShardprepError
 from shardprep.format import json_files, names
-from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
+from shardprep.format.data_folder import JOBS_FOLDER, DataFolder
 from shardprep.format.json_files import Count, Text
 
 HISTORY_NAME = "history.jsonl"  # in jobs/
@@ -50,16 +36,10 @@ _CONTROLLER_FORMAT = "shardprep-controller"
 _CONTROLLER_NAME = re.compile(r"control-[0-9]{1,10}\.json")
 _MAX_CONTROLLER_BYTES = 1 << 16
 _MAX_SUBMISSION_BYTES = 16 << 20  # the submission of 99,999 shards has 2 MB
-_MAX_BYTES = 64 << 20  # of the history, and of a record with a message for each shard
+MAX_RECORD_BYTES = 64 << 20  # of the history, and of a record with a message for each shard
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
-_Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
+TimeStamp = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
-_MAX_REASON_CHARS = 2000
-_Number = Annotated[int, Meta(ge=-1, le=json_files.MAX_INT64)]
-_SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
-_RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +75,7 @@ class Submission:
     plan_id: Text
     cluster: Text
     user: Text
-    submitted: _Time
+    submitted: TimeStamp
     arrays: Annotated[list[JobArray], Meta(min_length=1)]
     verify: SentJob
     identity: Text  # of the folder, see ``folder_identity``
@@ -130,11 +110,11 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
             raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
-        submissions.append(dataclasses.replace(submission, is_own=_is_own(status)))
+        submissions.append(dataclasses.replace(submission, is_own=is_own_file(status)))
     return submissions
 
 
-def _is_own(status: os.stat_result) -> bool:
+def is_own_file(status: os.stat_result) -> bool:
     """Return whether this user owns the file and nobody else can write to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
 
@@ -156,7 +136,7 @@ def read_own_controllers(folder: DataFolder) -> list[Controller]:
         path = folder.path_of(place)
         with contextlib.suppress(*files.NOT_THERE, ShardprepError):
             raw, status = folder.read_with_status(place, max_bytes=_MAX_CONTROLLER_BYTES)
-            if _is_own(status):
+            if is_own_file(status):
                 content = json_files.checked_object(path, raw, _CONTROLLER_FORMAT)
                 controllers.append(json_files.as_type(path, content, Controller))
     return controllers
@@ -180,14 +160,6 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def _owner_name(uid: int) -> str:
-    """Return the name of the user with this id, or the id."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
 def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. Errors are ignored."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
@@ -199,7 +171,7 @@ def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
 def read_events(folder: DataFolder) -> list[dict[str, Any]]:
     """Return the history of a data set, oldest first, without invalid lines."""
     try:
-        lines = folder.read(f"{JOBS_FOLDER}/{HISTORY_NAME}", max_bytes=_MAX_BYTES).split(b"\n")
+        lines = folder.read(f"{JOBS_FOLDER}/{HISTORY_NAME}", max_bytes=MAX_RECORD_BYTES).split(b"\n")
     except (*files.NOT_THERE, ShardprepError):
         return []
     events = []
@@ -223,271 +195,3 @@ def publish_submission(folder: DataFolder, submission: Submission) -> None:
             why = "there was another submission at the same time; the jobs of this one were cancelled"
             raise errors.ReadWriteError(f"{file.path} exists by now: {why}", path=file.path)
     folder.sync(JOBS_FOLDER)
-
-
-class Failure(Struct, frozen=True, kw_only=True):
-    """A shard that could not be made."""
-
-    shard_id: _Number = field(name="shard")
-    exit_code: _Number  # of shardprep.errors, or 128 + N if signal N killed the process
-    reason: str
-
-    @staticmethod
-    def of(shard_id: int, error: ShardprepError) -> Failure:
-        return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
-
-
-class AttemptRecord(Struct, kw_only=True):
-    """One attempt at some shards, from its record. Missing values are None, 0 or ""."""
-
-    path: str = ""
-    name: str = ""  # in the folder of the data set
-    is_own: bool = False  # this user owns the file, and nobody else can write to it
-    owner: str = ""  # of the file
-    shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
-    failures: dict[int, Failure] = field(default_factory=dict)
-    # begin
-    plan_id: str
-    identity: str
-    began: _Time = field(name="time")  # seconds since 1970, by the node's clock
-    shard_ranges: str = field(name="shards", default="")
-    log: str = ""
-    node: str = field(name="SLURMD_NODENAME", default="")
-    user: str = field(name="SLURM_JOB_USER", default="")
-    array_job_id: str = field(name="SLURM_ARRAY_JOB_ID", default="")
-    plain_job_id: str = field(name="SLURM_JOB_ID", default="")
-    index: _Number = field(name="SLURM_ARRAY_TASK_ID", default=0)
-    num_restarts: _Number = field(name="SLURM_RESTART_COUNT", default=0)
-    num_cpus: _Number = field(name="SLURM_CPUS_PER_TASK", default=0)
-    mem_per_node_mb: _Number = field(name="SLURM_MEM_PER_NODE", default=0)
-    mem_per_cpu_mb: _Number = field(name="SLURM_MEM_PER_CPU", default=0)
-    end_time: _Number = field(name="SLURM_JOB_END_TIME", default=0)  # set from Slurm 24.11 on
-    partition: str = field(name="SLURM_JOB_PARTITION", default="")
-    account: str = field(name="SLURM_JOB_ACCOUNT", default="")
-    qos: str = field(name="SLURM_JOB_QOS", default="")
-    pid: _Number = 0  # of a ``run`` outside Slurm
-    pid_began: _Number = 0  # in clock ticks since the host's boot
-    # end
-    ended: _Time | None = field(name="end_time", default=None)
-    exit_code: _Number = field(name="end_exit_code", default=0)
-    killed_by: _Number = field(name="end_killed_by", default=0)  # the signal that ended the worker
-    stage: str = field(name="end_stage", default="")  # in which it ended: set-up, start, work
-    signal: str = field(name="end_signal", default="")  # that asked it to stop
-    stopped: _Time | None = field(name="end_stopped", default=None)  # when that signal came
-    shown_limit: str = field(name="end_limit", default="")  # time limit as squeue shows it, such as 1:00:00
-    stopped_by: str = field(name="end_stopped_by", default="")  # what Slurm did to it, see ``slurm.state``
-
-    @property
-    def job_id(self) -> str:
-        """Return the id of the job or its array, or "" for a ``run`` outside Slurm."""
-        return self.array_job_id or self.plain_job_id
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Return job and index, which identify the task in Slurm's queue."""
-        return self.job_id, self.index
-
-    @property
-    def mem_mb(self) -> int | None:
-        """Return the memory of the task, or None without a limit."""
-        return self.mem_per_cpu_mb * (self.num_cpus or 1) or self.mem_per_node_mb or None
-
-    @property
-    def time_limit(self) -> str:
-        """Return the time limit as Slurm writes it: ``1:00:00``, or ``60`` in minutes."""
-        return str(round((self.end_time - self.began) / 60)) if self.end_time else self.shown_limit
-
-    def is_alive(self) -> bool | None:
-        """Return whether the process of a ``run`` is alive, or None if it is not on this host."""
-        if not self.pid or self.node != os.uname().nodename:
-            return None
-        return start_ticks(self.pid) == self.pid_began
-
-
-@dataclass(kw_only=True)
-class AttemptRecords:
-    """The records of a data set, without those of another plan or of a folder that it was copied from."""
-
-    own: list[AttemptRecord]  # oldest first
-    unreadable: list[str]  # messages about records that could not be read
-
-
-def folder_identity(folder: DataFolder) -> str:
-    """Return an id that copies of the folder do not share: inode and file system, as ``stat`` prints them."""
-    # It survives a move within the file system and is equal on all nodes. Roots of file systems share inodes.
-    try:
-        number = os.statvfs(folder).f_fsid
-        return f"{folder.path.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
-    except OSError as error:
-        raise errors.ReadWriteError(f"{folder} cannot be read: {error.strerror}", path=folder) from None
-
-
-def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> AttemptRecords:
-    """Read all records, one file per attempt that is running or failed. Invalid lines are ignored."""
-    identity = identity or folder_identity(folder)
-    logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
-    records = AttemptRecords(own=[], unreadable=[])
-    try:
-        listed = folder.names(ATTEMPTS_FOLDER)
-    except ShardprepError as error:
-        records.unreadable.append(str(error))
-        return records
-    for name in listed:
-        if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
-            continue
-        place = f"{ATTEMPTS_FOLDER}/{name}"
-        path = folder.path_of(place)
-        try:
-            content, status = folder.read_with_status(place, max_bytes=_MAX_BYTES)
-        except FileNotFoundError:  # all its shards were made since the listing
-            continue
-        except ShardprepError as error:
-            records.unreadable.append(str(error))
-            continue
-        record = _record_of(content)
-        if record is None or record.plan_id != plan_id or record.identity != identity:
-            continue
-        record.path = str(path)
-        record.name = place
-        record.is_own = _is_own(status)
-        record.owner = _owner_name(status.st_uid)
-        if status.st_uid != os.geteuid():  # another user may name any file as the log
-            log = "" if "\0" in record.log else os.path.realpath(record.log)
-            if os.path.dirname(log) != logs:  # noqa: PTH120
-                record.log = ""
-        records.own.append(record)
-    records.own.sort(key=lambda each: (each.began, each.path))
-    return records
-
-
-def _record_of(content: bytes) -> AttemptRecord | None:
-    """Parse a record, or return None. If a job id was reused, the last "begin" counts."""
-    facts: dict[str, Any] = {}
-    failures: dict[int, Failure] = {}
-    prefix = ""
-    for line in content.decode("utf-8", "replace").split("\n"):
-        name, equals, value = line.partition("=")
-        if line == "begin":
-            facts = {}
-            failures = {}
-            prefix = ""
-        elif line == "end":
-            prefix = "end_"
-        elif line.startswith("{"):
-            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                failure = msgspec.json.decode(line, type=Failure)
-                failures[failure.shard_id] = failure
-        elif equals and value:
-            # The first value counts: ``append_end`` may precede the end that a surviving script writes.
-            facts.setdefault(prefix + name, value)
-    try:
-        record = msgspec.convert(facts, AttemptRecord, strict=False)
-        if record.shard_ranges:
-            record.shards = names.ids_of_ranges(record.shard_ranges)
-    except (msgspec.MsgspecError, ValueError):
-        return None
-    record.failures = failures
-    return record
-
-
-def append_failure(failure: Failure) -> None:
-    """Append a failed shard to the record of this process, if it has one. Errors are ignored."""
-    record = _own_record()
-    if record is not None:
-        folder, name = record
-        reason = failure.reason[:_MAX_REASON_CHARS].encode("utf-8", "replace").decode()
-        line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
-        with contextlib.suppress(ShardprepError, OSError):
-            folder.append(name, line + b"\n")
-
-
-def remove_own_record() -> None:
-    """Remove the record of this process, which made its shards, if it has one. Errors are ignored."""
-    record = _own_record()
-    if record is not None:
-        folder, name = record
-        with contextlib.suppress(ShardprepError, OSError):
-            folder.remove(name)
-
-
-def _own_record() -> tuple[DataFolder, str] | None:
-    """Return the data set of this process's record, and the record's name in it, or None without a record."""
-    path = os.environ.get(RECORD_VARIABLE, "")
-    folder, _, name = path.rpartition(f"/{ATTEMPTS_FOLDER}/")
-    return (DataFolder(folder), f"{ATTEMPTS_FOLDER}/{name}") if folder and "/" not in name else None
-
-
-def append_end(record: AttemptRecord) -> None:
-    """Append how an attempt ended according to Slurm, before Slurm forgets it. Errors are ignored."""
-    facts: dict[str, object] = {"time": record.ended, "stopped_by": record.stopped_by}
-    if record.shown_limit:
-        facts["limit"] = record.shown_limit
-    folder = DataFolder(record.path.removesuffix(record.name))
-    with contextlib.suppress(ShardprepError, OSError):
-        folder.append(record.name, _section("end", **facts))
-
-
-def _section(name: str, **facts: object) -> bytes:
-    """Return a section of a record, to be written at once so that processes do not mix their lines."""
-    lines = [f"{key}={value}" for key, value in facts.items()]
-    return "\n".join([name, *(line.replace("\n", "?") for line in lines), ""]).encode("utf-8", "replace")
-
-
-class RunRecord:
-    """Keeps the record of a ``run`` within ``with``, unless a job's script keeps one already."""
-
-    def __init__(self, folder: DataFolder, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
-        self._folder = folder
-        self._name = ""
-        self.exit_code = 0
-        if os.environ.get(RECORD_VARIABLE):
-            return
-        now = time.time()
-        host = os.uname().nodename
-        facts: dict[str, object] = {"plan_id": plan_id, "identity": folder_identity(folder)}
-        facts |= {"shards": names.id_ranges(shard_ids), "time": round(now, 3)}
-        facts |= {"SLURMD_NODENAME": host, "SLURM_CPUS_PER_TASK": num_cpus}
-        job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
-        if job_id.isdigit():
-            facts |= {name: value for name, value in os.environ.items() if re.match("SLURMD?_", name)}
-            index = os.environ.get("SLURM_ARRAY_TASK_ID")
-            restarts = os.environ.get("SLURM_RESTART_COUNT")
-            name = f"{job_id}_{index or 0}.r{restarts or 0}"
-        else:
-            facts |= {"pid": os.getpid(), "pid_began": start_ticks(os.getpid())}
-            name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # one process may call run twice in a second
-        place = f"{ATTEMPTS_FOLDER}/{name}"
-        for _ in range(2):  # another run may remove the empty folder in between
-            with contextlib.suppress(ShardprepError, OSError):
-                folder.make_subfolder(ATTEMPTS_FOLDER)
-                # Nobody else may write to it: commands act on what it says.
-                folder.append(place, _section("begin", **facts), mode=0o644)
-                self._name = place
-                os.environ[RECORD_VARIABLE] = os.path.abspath(folder.path_of(place))  # noqa: PTH100
-                return
-
-    def __enter__(self) -> RunRecord:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if not self._name:
-            return
-        del os.environ[RECORD_VARIABLE]
-        code = self.exit_code if error is None else int(getattr(error, "exit_code", 1))
-        with contextlib.suppress(ShardprepError, OSError):
-            if code:
-                signal = "stop" if code == 75 else ""
-                end = _section("end", time=round(time.time(), 3), exit_code=code, stage="work", signal=signal)
-                self._folder.append(self._name, end)
-                return
-            self._folder.remove(self._name)
-            self._folder.remove_subfolder(ATTEMPTS_FOLDER)  # if it is empty
-            self._folder.remove_subfolder(JOBS_FOLDER)
-
-
-def start_ticks(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot, or -1 if there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return -1

@@ -197,7 +197,7 @@ AROUND_FOLDERS = {
     "shardprep/command_line.py": "/proc",
     "shardprep/console.py": "/dev/null",
     "shardprep/format/documents.py": "a list that the user names",
-    "shardprep/format/jobs.py": "/proc",
+    "shardprep/format/attempts.py": "/proc",
     "shardprep/limited_process.py": "/proc and a pipe",
     "slurm/causes.py": "logs, whose paths are compared with the data set's first",
     "slurm/report.py": "the report, at a name that the user gives",

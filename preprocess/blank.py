@@ -26,9 +26,9 @@ from preprocess.read.transform import Transform
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
 from shardprep.files import NOT_THERE, STALE_AFTER_S
-from shardprep.format import commands, documents
+from shardprep.format import blanked, commands, documents, excluded
+from shardprep.format.blanked import BlankedDocuments
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
-from shardprep.format.documents import BlankedDocuments
 from shardprep.format.done import done_manifest, done_manifests
 from shardprep.format.manifest import other_hash, read_manifest, shard_files
 from shardprep.format.names import (
@@ -85,7 +85,7 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
             continue
         manifest = read_manifest(folder, number)
         if manifest.unblanked_sha256 is not None:  # add what was blanked before
-            before = documents.read_blanked(folder, plan.plan_id, number)
+            before = blanked.read_blanked(folder, plan.plan_id, number)
             places = np.concatenate([places, np.array([before.input_numbers, before.input_offsets]).T])
         input_numbers, input_offsets = np.unique(places, axis=0).T.tolist()
         blanked_in[number] = BlankedDocuments(
@@ -106,9 +106,9 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         raise NotFound(path=ids_file, found="no document has one of these names", expected=expected)
     if plan.options.blanked:
         for number in ids_of_ranges(plan.options.blanked):
-            blanked_in.setdefault(number, documents.read_blanked(folder, plan.plan_id, number))
-    blanked = id_ranges(blanked_in)
-    planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
+            blanked_in.setdefault(number, blanked.read_blanked(folder, plan.plan_id, number))
+    options = dataclasses.replace(plan.options, blanked=id_ranges(blanked_in))
+    planned = dataclasses.replace(plan, options=options)
     begun = read_plan(new)
     if begun is None:
         _begin(folder, new, planned, tokenizer, blanked_in, reader.transform)
@@ -170,18 +170,18 @@ def _begin(
     """Write what a worker needs into the new folder, the plan last. Raises Refused for files of others."""
     what = "the one that this command writes"
     own = {} if transform is None else transform.stamps_of_copy()
-    excluded = None
+    listed = None
     if plan.options.excluded:
-        excluded = documents.read_excluded(folder, plan.options.excluded)
-        own |= documents.stamps_of_excluded(folder, excluded)
+        listed = excluded.read_excluded(folder, plan.options.excluded)
+        own |= excluded.stamps_of_excluded(folder, listed)
     new.make_folder()
     refuse_foreign_files(new, own)
     refuse_other_tokenizer(new, plan.tokenizer_files)
     new.make_subfolder(BLANKED_DIR)
     for number, each in blanked_in.items():
-        new.publish_equal(blanked_name(number), documents.blanked_content(each), what=what)
-    if excluded is not None:
-        new.publish_equal(EXCLUDED_NAME, excluded.keys.tobytes(), what=what)
+        new.publish_equal(blanked_name(number), blanked.blanked_content(each), what=what)
+    if listed is not None:
+        new.publish_equal(EXCLUDED_NAME, listed.keys.tobytes(), what=what)
         with contextlib.suppress(*NOT_THERE):  # it is only for people
             new.publish_copy(EXCLUDED_LIST_NAME, folder)
     if not new.publish_folder(TOKENIZER_DIR, tokenizer):
@@ -196,7 +196,7 @@ def _is_same(new: DataFolder, begun: Plan, planned: Plan, blanked_in: dict[int, 
     if (begun.plan_id, begun.options) != (planned.plan_id, planned.options):
         return False
     for number, each in blanked_in.items():
-        if documents.read_blanked(new, planned.plan_id, number) != each:
+        if blanked.read_blanked(new, planned.plan_id, number) != each:
             return False
     return True
 

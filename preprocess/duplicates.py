@@ -26,8 +26,9 @@ from shardprep.console import Progress, counted, print_lines, quoted, with_progr
 from shardprep.errors import Refused, UsageError
 from shardprep.folders import Folder, refuse_foreign_file
 from shardprep.format import names
+from shardprep.format.blanked import blank_digests
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.documents import DocumentNames, blank_digests, name_of_place, read_digests
+from shardprep.format.documents import DocumentNames, name_of_place, read_digests
 from shardprep.format.done import done_manifests
 from shardprep.format.plan import Plan, need_plan
 

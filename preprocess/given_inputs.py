@@ -19,8 +19,8 @@ from preprocess.read.user_code import CodeFiles
 from shardprep.console import quoted
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.format import commands, names
+from shardprep.format.blanked import read_blanked
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.documents import read_blanked
 from shardprep.format.plan import Plan
 
 

@@ -28,8 +28,9 @@ from shardprep.console import counted, print_lines, say, shards_text, source_lin
 from shardprep.format import commands, done, manifest, names
 from shardprep.format.attempts import read_attempts
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.documents import kept_ids, unmatched_names
+from shardprep.format.documents import kept_ids
 from shardprep.format.done import Check, Finding
+from shardprep.format.excluded import unmatched_names
 from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.index import merge_manifests
 from shardprep.format.inputs import input_kind

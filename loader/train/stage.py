@@ -25,8 +25,9 @@ from shardprep.errors import (
 )  # fmt: skip
 from shardprep.format import commands, done, names
 from shardprep.format import manifest as manifests
+from shardprep.format.blanked import blanked_content, read_blanked
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
-from shardprep.format.documents import blanked_content, read_blanked, read_excluded, stamps_of_excluded
+from shardprep.format.excluded import read_excluded, stamps_of_excluded
 from shardprep.format.index import read_index
 from shardprep.format.plan import Plan, read_plan, read_tokenizer, refuse_other_tokenizer
 

@@ -13,8 +13,9 @@ from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentBatch
 from preprocess.read.formats import Texts
 from shardprep.format import names
+from shardprep.format.blanked import BlankedDocuments, blank_digests, read_blanked
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.documents import BlankedDocuments, are_for_validation, blank_digests, read_blanked
+from shardprep.format.documents import are_for_validation
 from shardprep.format.plan import Plan
 from shardprep.format.spec import BLANK
 

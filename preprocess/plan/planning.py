@@ -54,14 +54,8 @@ from shardprep.format import json_files, names, plan_options
 from shardprep.format import plan as plans
 from shardprep.format.attempts import start_ticks
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
-from shardprep.format.documents import (
-    DocumentNames,
-    lines_of,
-    publish_excluded,
-    read_names,
-    stamps_of_given,
-    unmatched_of,
-)  # fmt: skip
+from shardprep.format.documents import DocumentNames, lines_of, read_names  # fmt: skip
+from shardprep.format.excluded import publish_excluded, stamps_of_given, unmatched_of  # fmt: skip
 from shardprep.format.inputs import place_text
 from shardprep.format.manifest import RunFacts
 from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard, ranges_between

@@ -22,7 +22,8 @@ from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform, transform_of
 from shardprep.errors import BadInput, Refused
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, read_excluded
+from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of
+from shardprep.format.excluded import read_excluded
 from shardprep.format.inputs import input_kind, place_text
 from shardprep.format.plan import ByteRange, PlannedShard
 from shardprep.format.plan_options import PlanOptions

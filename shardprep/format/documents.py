@@ -1,4 +1,4 @@
-"""Single documents: their digests, lists of documents written by users, and blanked documents.
+"""Single documents: their digests, their ids, and the lists that name them.
 
 A digest does not depend on the shard, the kind of record or the tokenizer: it is a hash of the text as it is
 encoded, or of a conversation's messages. Equal documents have equal digests, and so are on the same side of a
@@ -8,38 +8,31 @@ A list for ``plan --exclude`` or ``blank --ids`` names a document per line: an i
 and the sha256 of a text, or ``at:FILE:BYTE``, its place in an input. Lists are read as editors, spreadsheets
 and ``jq`` write them: with a byte order mark, any line ends, padding, or names in quotes. White space around
 an id does not count, in the list and in the data. A name becomes a key of 16 bytes, so a million names take
-16 MB in each process that looks for them. The line of an excluded document in the quarantine file has the
-keys that name it, so ``verify`` can tell which names match no document.
-
-A blanked document keeps its place: each of its ids is replaced by BLANK, and its text, its id and its digest
-are removed. Making the shard again gives the same bytes. The plan's option ``blanked`` lists the shards that
-have a file DATA/blanked/shard-N.json.
+16 MB in each process that looks for them.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shardprep import errors, files
-from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
-from shardprep.files import Digest, FileStamp
-from shardprep.format import commands, json_files, names
+from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
+from shardprep.files import FileStamp
+from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.json_files import Count
 from shardprep.format.manifest import read_side_file, side_file_lines
@@ -52,7 +45,7 @@ Digests = npt.NDArray[np.void]  # DIGEST[n]
 _TEXT = "sha256:"
 _PLACE = "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
-_HEX_DIGITS = re.compile("[0-9a-fA-F]{64}")
+HEX_DIGITS = re.compile("[0-9a-fA-F]{64}")
 _CSV_STRING = re.compile('"(?:[^"]|"")*"')
 _SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}  # of columns
 # Encodings that a byte order mark shows; UTF-32 comes first, as its mark begins with that of UTF-16.
@@ -61,14 +54,9 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 EXCLUDED_DETAIL = "--exclude names it: "  # then keys of the document, in hex digits
-_MOST_NAMES = 10_000_000
-_MAX_LINE_CHARS = 1 << 20  # of a list
-_FORMAT = "shardprep-blanked"
-_NUM_EXAMPLES = 3  # names that match no document
+MOST_NAMES = 10_000_000
+MAX_LINE_CHARS = 1 << 20  # of a list
 _KEPT_ID = msgspec.json.Decoder(tuple[Count, Count, str])  # a line of DATA/ids
-_MAX_BLANKED_BYTES = 256 << 20  # about 10^7 documents
-# Digests of blanked documents for training and for validation, so that these stay on their side of the split.
-_BLANK_DIGESTS = np.frombuffer(b"\xff" * names.DIGEST_BYTES + bytes(names.DIGEST_BYTES), DIGEST)
 
 
 def digests_of(texts: Iterable[bytes]) -> Digests:
@@ -176,11 +164,11 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
     """Read a user's list; a million lines take 2 s and 50 MB. Raises BadInput, NotFound or UsageError."""
     keys = bytearray()
     kinds = set[NameKind]()
-    for _, key, kind in _names_in(path, id_field):
+    for _, key, kind in names_of_list(path, id_field):
         keys += key
         kinds.add(kind)
-        if len(keys) > _MOST_NAMES * names.DIGEST_BYTES:
-            too_many = f"more than {_MOST_NAMES:,} names, which every process that makes shards would load"
+        if len(keys) > MOST_NAMES * names.DIGEST_BYTES:
+            too_many = f"more than {MOST_NAMES:,} names, which every process that makes shards would load"
             raise BadInput(path=path, found=too_many, expected="fewer, or a filtered input")
     if not keys:
         raise BadInput(path=path, found="no document", expected="a line for each document")
@@ -192,13 +180,13 @@ def lines_of(
     path: Path, listed: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
 ) -> Iterator[str]:
     """Yield the lines of a list that are ``wanted``: bool[names]."""
-    for line, key, _ in _names_in(path, id_field):
+    for line, key, _ in names_of_list(path, id_field):
         position = listed.find(np.frombuffer(key, DIGEST))[0]
         if position >= 0 and wanted[position]:
             yield line
 
 
-def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
+def names_of_list(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
     """Yield each line that is not blank, without padding, its key of 16 bytes, and its kind.
 
     Raises BadInput also at the end: if all lines have columns, the list is a table.
@@ -211,8 +199,8 @@ def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]
             if not line:
                 continue
             try:
-                name = _name_in(line)
-                key, kind = _key_of(name, has_ids=bool(id_field))
+                name = name_in_line(line)
+                key, kind = key_of_name(name, has_ids=bool(id_field))
             except ValueError as error:  # also a UnicodeEncodeError
                 found = f"{os.fsencode(line[:80])!r} in line {number} ({error})"
                 raise BadInput(path=path, found=found, expected=_EXPECTED) from None
@@ -252,10 +240,10 @@ def _lines_in(path: Path) -> Iterator[tuple[int, str]]:
         text = io.TextIOWrapper(raw, encoding=encoding, errors=handling)
         number = 0
         try:
-            while line := text.readline(_MAX_LINE_CHARS + 1):
+            while line := text.readline(MAX_LINE_CHARS + 1):
                 number += 1
-                if len(line) > _MAX_LINE_CHARS:
-                    found = f"a line of more than {_MAX_LINE_CHARS} characters: line {number}"
+                if len(line) > MAX_LINE_CHARS:
+                    found = f"a line of more than {MAX_LINE_CHARS} characters: line {number}"
                     raise BadInput(path=path, found=found, expected=_EXPECTED)
                 yield number, line
         except UnicodeDecodeError as error:
@@ -263,7 +251,7 @@ def _lines_in(path: Path) -> Iterator[tuple[int, str]]:
             raise BadInput(path=path, found=found, expected=_EXPECTED) from None
 
 
-def _name_in(line: str) -> str:
+def name_in_line(line: str) -> str:
     """Return the name in a line, which may be a string of JSON or of CSV. Raises ValueError."""
     if not line.isascii():
         line.encode()  # raises ValueError for bytes that are not UTF-8
@@ -288,9 +276,9 @@ def _name_in(line: str) -> str:
     return line
 
 
-def _key_of(name: str, *, has_ids: bool) -> tuple[bytes, NameKind]:
+def key_of_name(name: str, *, has_ids: bool) -> tuple[bytes, NameKind]:
     """Return the key and the kind of a name. Without ids 64 hex digits are a sha256. Raises ValueError."""
-    if not has_ids and _HEX_DIGITS.fullmatch(name):
+    if not has_ids and HEX_DIGITS.fullmatch(name):
         name = _TEXT + name
     if name.startswith(_TEXT):
         digest = bytes.fromhex(name.removeprefix(_TEXT))
@@ -305,137 +293,7 @@ def _key_of(name: str, *, has_ids: bool) -> tuple[bytes, NameKind]:
     return keys_of_ids([name]).tobytes(), "id"
 
 
-def read_excluded(folder: DataFolder, sha256: str) -> DocumentNames:
-    """Read the list of a plan's --exclude. ``sha256``: its hash in the options. Raises BrokenShard."""
-    path = folder.path_of(names.EXCLUDED_NAME)
-    try:
-        raw = folder.read(names.EXCLUDED_NAME, max_bytes=_MOST_NAMES * names.DIGEST_BYTES + 1)
-        sha256_here = hashlib.sha256(raw).hexdigest()
-    except files.NOT_THERE:
-        raw = b""
-        sha256_here = "missing"
-    if sha256_here != sha256:
-        expected = f"{sha256[:12]}; run the plan command again with the same --exclude list"
-        raise BrokenShard(path=path, found=f"sha256 {sha256_here[:12]}", expected=expected)
-    return DocumentNames(keys=_as_digests(path, raw))
-
-
-class _Quarantined(msgspec.Struct):
-    """What is needed of a line of a quarantine file."""
-
-    reason: str
-    detail: str
-
-
-_QUARANTINED = msgspec.json.Decoder(_Quarantined)
-
-
-class UnmatchedNames(NamedTuple):
-    """The names of a plan's --exclude list that match no document."""
-
-    num_names: int  # in the list
-    num_unmatched: int
-    examples: list[str]  # a few of them, as they are in the list
-
-    def sentence(self, some_id: str = "") -> str:
-        """Say how many names match no document. ``some_id``: of any document, to compare with the names."""
-        if not self.num_unmatched:
-            return f"--exclude: all of the {self.num_names:,} names match documents"
-        shown = f", such as {', '.join(self.examples)}" if self.examples else ""
-        compared = f"; ids of documents are such as {some_id}" if some_id else ""
-        if any(map(_HEX_DIGITS.fullmatch, self.examples)):
-            compared += "; the sha256 of a text is written sha256:HEX"
-        return (
-            f"warning: {self.num_unmatched:,} of {self.num_names:,} names of --exclude match no document"
-            f"{shown}{compared}"
-        )
-
-
-def unmatched_names(
-    folder: DataFolder, sha256: str, id_field: str, quarantines: Iterable[tuple[int, FileStamp]]
-) -> UnmatchedNames | None:
-    """Find the names that match no document, by the quarantine files of all shards with excluded documents.
-
-    Returns None for shards of versions that did not record the names. ``sha256``: as in ``read_excluded``.
-    ``quarantines``: shards and the stamps of their quarantine files.
-    """
-    listed = read_excluded(folder, sha256)
-    is_matched = np.zeros(len(listed.keys), np.bool_)
-    for shard_id, stamp in quarantines:
-        name = names.quarantine_name(shard_id)
-        path = folder.path_of(name)
-        for line in side_file_lines(folder, name, shard_id, stamp):
-            try:
-                entry = _QUARANTINED.decode(line)
-                if entry.reason != "excluded":
-                    continue
-                if not entry.detail.startswith(EXCLUDED_DETAIL):
-                    return None
-                raw = bytes.fromhex(entry.detail.removeprefix(EXCLUDED_DETAIL))
-            except (msgspec.MsgspecError, ValueError):
-                remedy = commands.shard_again(shard_id, folder)
-                raise BrokenShard(path=path, found=f"the line {line[:60]!r}", remedy=remedy) from None
-            positions = listed.find(_as_digests(path, raw))
-            is_matched[positions[positions >= 0]] = True
-    lines = _kept_lines(folder, listed, ~is_matched, has_ids=bool(id_field))
-    return unmatched_of(listed, is_matched, lines)
-
-
-def _kept_lines(
-    folder: DataFolder, listed: DocumentNames, wanted: npt.NDArray[np.bool_], *, has_ids: bool
-) -> Iterator[str]:
-    """Yield the lines of DATA/excluded.txt, which is only for people, that are ``wanted``: bool[names]."""
-    for raw in folder.lines(names.EXCLUDED_LIST_NAME, max_line_bytes=4 * _MAX_LINE_CHARS):
-        line = raw.decode("utf-8", "replace").rstrip("\n")
-        key, _ = _key_of(_name_in(line), has_ids=has_ids)
-        position = listed.find(np.frombuffer(key, DIGEST))[0]
-        if position >= 0 and wanted[position]:
-            yield line
-
-
-def unmatched_of(
-    listed: DocumentNames, is_matched: npt.NDArray[np.bool_], lines: Iterator[str]
-) -> UnmatchedNames:
-    """Return the names of a list that are not matched. ``lines``: of them, as in the list, for examples."""
-    num_unmatched = int((~is_matched).sum())
-    examples: list[str] = []
-    if num_unmatched:
-        # The list is only for people: without it there are no examples.
-        with contextlib.suppress(errors.ShardprepError, OSError, ValueError):
-            examples = list(itertools.islice(lines, _NUM_EXAMPLES))
-    return UnmatchedNames(len(listed.keys), num_unmatched, examples)
-
-
-def stamps_of_given(
-    folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str
-) -> dict[str, FileStamp]:
-    """Return the stamps of what ``publish_excluded`` writes, of the lines only if they are compared."""
-    stamps = {names.EXCLUDED_NAME: FileStamp.of(listed.keys.tobytes())}
-    if folder.status_of(names.EXCLUDED_LIST_NAME) is not None:
-        lines = "".join(f"{line}\n" for line, _, _ in _names_in(path, id_field))
-        stamps[names.EXCLUDED_LIST_NAME] = FileStamp.of(lines.encode())
-    return stamps
-
-
-def stamps_of_excluded(folder: DataFolder, listed: DocumentNames) -> dict[str, FileStamp]:
-    """Return the stamps of the two files about excluded documents that a copy of a data set has."""
-    stamps = {names.EXCLUDED_NAME: FileStamp.of(listed.keys.tobytes())}
-    with contextlib.suppress(*files.NOT_THERE):  # it is only for people
-        stamps[names.EXCLUDED_LIST_NAME] = folder.stamp_of(names.EXCLUDED_LIST_NAME)
-    return stamps
-
-
-def publish_excluded(folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str) -> None:
-    """Write the keys of a list into a data set, and its lines, which are only for people."""
-    folder.publish(names.EXCLUDED_NAME, listed.keys.tobytes())
-    with folder.new_file(names.EXCLUDED_LIST_NAME) as file:
-        for line, _, _ in _names_in(path, id_field):
-            file.write(f"{line}\n".encode())
-        file.sync()
-        file.publish()
-
-
-def _as_digests(path: Path, raw: bytes) -> Digests:
+def as_digests(path: Path, raw: bytes) -> Digests:
     if len(raw) % names.DIGEST_BYTES:
         raise BrokenShard(path=path, found=f"{len(raw)} bytes", expected="whole digests of 16 bytes")
     return np.frombuffer(raw, DIGEST)
@@ -460,52 +318,4 @@ def kept_ids(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Iterator[tu
 def read_digests(folder: DataFolder, shard_id: int, stamp: FileStamp) -> Digests:
     """Read the digests of a shard, see docs/format.md, and compare them with their stamp."""
     name = names.digests_name(shard_id)
-    return _as_digests(folder.path_of(name), read_side_file(folder, name, shard_id, stamp))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlankedDocuments:
-    """The blanked documents of one shard: each has an input number and an input offset."""
-
-    plan_id: Digest
-    shard_id: int
-    unblanked_sha256: Digest  # sha256 of the shard's tar before blanking
-    input_numbers: list[Count]  # positions of inputs in the plan
-    input_offsets: list[Count]  # see docs/format.md, "Places"
-
-    def are_at(self, input_number: int, offsets: Numbers) -> npt.NDArray[np.bool_]:
-        """Return which documents of an input, given where they begin, are blanked: bool[n]."""
-        numbers = np.array(self.input_numbers, np.int64)
-        blanked = np.array(self.input_offsets, np.int64)[numbers == input_number]
-        return np.isin(offsets, blanked)
-
-
-def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> Digests:
-    """Return the digests of blanked documents: DIGEST[n]."""
-    return _BLANK_DIGESTS[is_for_validation.astype(np.intp)]
-
-
-def blanked_content(documents: BlankedDocuments) -> bytes:
-    """Return the content of DATA/blanked/shard-N.json."""
-    return json.dumps(json_files.with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n"
-
-
-def read_blanked(folder: DataFolder, plan_id: str, shard_id: int) -> BlankedDocuments:
-    """Read DATA/blanked/shard-N.json. Raises BrokenShard also if it is missing."""
-    name = names.blanked_name(shard_id)
-    path = folder.path_of(name)
-    advice = "restore the original file: without it the shard would contain what was blanked"
-    try:
-        blanked = json_files.read_file(folder, name, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
-    except files.NOT_THERE:
-        raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
-    except BrokenShard as error:
-        error.advise(advice)
-        raise
-    if (blanked.plan_id, blanked.shard_id) != (plan_id, shard_id):
-        other = f"shard {blanked.shard_id} of plan {blanked.plan_id[:12]}"
-        raise OtherPlan(path=path, found=other, expected=f"{shard_id} of {plan_id[:12]}", advice=advice)
-    if len(blanked.input_numbers) != len(blanked.input_offsets):
-        expected = f"{len(blanked.input_numbers)}, as in input_numbers"
-        raise json_files.wrong_value(path, "input_offsets", blanked.input_offsets, expected)
-    return blanked
+    return as_digests(folder.path_of(name), read_side_file(folder, name, shard_id, stamp))

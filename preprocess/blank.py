@@ -41,14 +41,8 @@ from shardprep.format.names import (
     ids_of_ranges,
     manifest_name,
 )  # fmt: skip
-from shardprep.format.plan import (
-    Plan,
-    need_plan,
-    publish_plan,
-    read_plan,
-    read_tokenizer,
-    refuse_other_tokenizer,
-)  # fmt: skip
+from shardprep.format.plan import Plan, need_plan, publish_plan, read_plan  # fmt: skip
+from shardprep.format.planned_tokenizer import read_tokenizer, refuse_other_tokenizer  # fmt: skip
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MAX_PRINTED = 20  # names that were not found

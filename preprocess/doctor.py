@@ -28,8 +28,9 @@ from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import TOKENIZER_FILE
-from shardprep.format.plan import check_tokenizer_files, need_plan
+from shardprep.format.plan import need_plan
 from shardprep.format.plan_options import PrepConfig
+from shardprep.format.planned_tokenizer import check_tokenizer_files
 from shardprep.processes import start_python
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning

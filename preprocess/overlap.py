@@ -47,8 +47,9 @@ from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
 from shardprep.folders import OutputFolder
 from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
-from shardprep.format.plan import Cut, Plan, check_tokenizer_files, need_plan, ranges_between
+from shardprep.format.plan import Cut, Plan, need_plan, ranges_between
 from shardprep.format.plan_options import PlanOptions
+from shardprep.format.planned_tokenizer import check_tokenizer_files
 
 _MARK = "overlap.json"  # shows that a folder is this command's
 _HITS = "overlap.jsonl"

@@ -28,7 +28,8 @@ from shardprep.format.documents import kept_ids
 from shardprep.format.idx import read_idx, samples_containing
 from shardprep.format.inputs import input_kind, name_of_input, place_text
 from shardprep.format.manifest import manifest_ids, read_manifest, side_file_lines
-from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.format.plan import Plan, need_plan
+from shardprep.format.planned_tokenizer import check_tokenizer_files
 from shardprep.format.shard_samples import ShardSamples
 from shardprep.format.spec import BLANK, blank_id
 

@@ -35,7 +35,8 @@ from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.index import merge_manifests
 from shardprep.format.inputs import input_kind
 from shardprep.format.manifest import Manifest, read_manifest
-from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.format.plan import Plan, need_plan
+from shardprep.format.planned_tokenizer import check_tokenizer_files
 from shardprep.format.shard_samples import ids_of
 from shardprep.format.spec import BLANK, blank_id
 

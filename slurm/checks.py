@@ -11,7 +11,8 @@ from shardprep.files import is_link
 from shardprep.format import commands
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.names import id_ranges
-from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.format.plan import Plan, need_plan
+from shardprep.format.planned_tokenizer import check_tokenizer_files
 from slurm.commands import SlurmRefused
 from slurm.fit import Site
 from slurm.own import own_records

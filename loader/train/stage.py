@@ -29,7 +29,8 @@ from shardprep.format.blanked import blanked_content, read_blanked
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.excluded import read_excluded, stamps_of_excluded
 from shardprep.format.index import read_index
-from shardprep.format.plan import Plan, read_plan, read_tokenizer, refuse_other_tokenizer
+from shardprep.format.plan import Plan, read_plan
+from shardprep.format.planned_tokenizer import read_tokenizer, refuse_other_tokenizer
 
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer's files
 _MARK = ".index.json.claimed.tmp"  # in the folder of a copy that has no plan yet

@@ -13,8 +13,9 @@ from preprocess.read.formats import Texts
 from shardprep.errors import OtherTokenizer, UsageError
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.plan import Plan, check_tokenizer_files
+from shardprep.format.plan import Plan
 from shardprep.format.plan_options import EngineName
+from shardprep.format.planned_tokenizer import check_tokenizer_files
 
 if TYPE_CHECKING:  # a task of one shard does without them
     pass

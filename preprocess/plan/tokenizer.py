@@ -43,7 +43,8 @@ from shardprep.foreign_tokenizer import ForeignTokenizer, split_tokenizer
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TOKENIZER_FILE
-from shardprep.format.plan import Plan, check_tokenizer_files, refuse_other_tokenizer
+from shardprep.format.plan import Plan
+from shardprep.format.planned_tokenizer import check_tokenizer_files, refuse_other_tokenizer
 from shardprep.format.spec import TokenizerSpec, fingerprint_of
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 

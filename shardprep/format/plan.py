@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -29,14 +29,12 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.inputs import InputKind, input_kind, known_input_kind
 from shardprep.format.json_files import Count, Text
 from shardprep.format.plan_options import PLAN_FIELDS, PlanOptions, option_differences
+from shardprep.format.plan_tables import ROWS_PER_BLOCK, Rows, Table
 from shardprep.format.spec import DatasetSpec, TokenizerSpec
 
-T = TypeVar("T")
 _FORMAT = "shardprep-plan"
-_ROWS_PER_BLOCK = 512
 _HEAD_BYTES = 64 << 10  # of the first read
 _MAX_HEAD_BYTES = 64 << 20  # that of 10^6 inputs and 10^5 shards has 200 KB
-_MAX_BLOCK_BYTES = 16 << 20  # a path has at most 4 KiB
 
 
 def _leads_outside(name: str) -> bool:
@@ -207,77 +205,17 @@ def is_one_file_a_shard(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The place of a table's rows in plan.json."""
-
-    num_rows: Count
-    offset: Count  # of the first row, counted from the end of the head
-    # Bytes and sha256 of each block of 512 rows. A comma and a line end separate two blocks.
-    blocks: list[tuple[Annotated[int, Meta(ge=0, le=_MAX_BLOCK_BYTES)], Digest]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Head(_Decisions):
     """The first line of plan.json."""
 
     input_dir: Text
     inputs_sha256: Digest  # of the columns that the plan's id depends on
     cuts_sha256: Digest
-    tables: dict[str, _Table]
+    tables: dict[str, Table]
 
 
 # Table -> the type of its rows.
 _TABLES: dict[str, Any] = {"inputs": list[InputFile], "cuts": list[Cut], "left_out": list[tuple[str, str]]}
-
-
-class Rows(Sequence[T]):
-    """A table of a plan. A block is read when one of its rows is first needed, and then kept."""
-
-    def __init__(self, file: files.ReadFile, begin: int, table: _Table, kind: Any) -> None:
-        """``begin``: offset of the byte after the head. Raises BrokenShard if rows and blocks disagree."""
-        self._file = file
-        self._table = table
-        self._kind = kind
-        sizes = [num_bytes for num_bytes, _ in table.blocks]
-        if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
-            expected = f"the blocks of {table.num_rows} rows"
-            raise json_files.wrong_value(file.path, "tables", f"{len(sizes)} blocks", expected)
-        steps = (size + len(b",\n") for size in sizes)
-        self._offsets = list(itertools.accumulate(steps, initial=begin + table.offset))
-        self._blocks: dict[int, list[T]] = {}  # those read so far
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __iter__(self) -> Iterator[T]:
-        for number in range(len(self._table.blocks)):
-            yield from self._block(number)
-
-    def __getitem__(self, key: Any) -> Any:  # slices are not supported
-        number, place = divmod(range(len(self))[key], _ROWS_PER_BLOCK)
-        return self._block(number)[place]
-
-    def _block(self, number: int) -> list[T]:
-        if number in self._blocks:
-            return self._blocks[number]
-        path = self._file.path
-        begin = self._offsets[number]
-        num_bytes, expected = self._table.blocks[number]
-        num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
-        where = f"bytes {begin} to {begin + num_bytes}"
-        with files.errors_named(path):
-            raw = self._file.read(begin, num_bytes)
-        sha256 = hashlib.sha256(raw).hexdigest()
-        if sha256 != expected:
-            raise errors.BrokenShard(
-                path=path, found=f"{where}: sha256 {sha256[:12]}", expected=expected[:12]
-            )
-        with json_files.type_errors_named(path):
-            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
-        if len(rows) != num_rows:
-            raise errors.BrokenShard(path=path, found=f"{where} have {len(rows)} rows", expected=num_rows)
-        self._blocks[number] = rows
-        return rows
 
 
 def plan_id(plan: Plan) -> str:
@@ -317,8 +255,8 @@ def publish_plan(plan: Plan, output_dir: DataFolder) -> Plan:
         rows = list(getattr(plan, name))
         body += b',"%s":[\n' % name.encode()
         offset = len(body)
-        starts = range(0, len(rows), _ROWS_PER_BLOCK)
-        blocks = [msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1] for start in starts]
+        starts = range(0, len(rows), ROWS_PER_BLOCK)
+        blocks = [msgspec.json.encode(rows[start : start + ROWS_PER_BLOCK])[1:-1] for start in starts]
         body += b",\n".join(blocks) + b"]\n"
         places = [(len(block), hashlib.sha256(block).hexdigest()) for block in blocks]
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": places}
@@ -449,70 +387,3 @@ def _open_plan(folder: DataFolder) -> Plan:
     for name, kind in _TABLES.items():
         values[name] = Rows(file, len(line) + 1, head.tables[name], kind)
     return Plan(**values, input_dir=Path(head.input_dir))
-
-
-def check_tokenizer_files(folder: DataFolder, planned: dict[str, FileStamp], wanted: str = "") -> bytes:
-    """Check that DATA/tokenizer has the planned files and no others. Return the contents of file ``wanted``.
-
-    Hidden files are ignored. Hashing Llama 3's files takes 18 ms of CPU. Raises NotFound for a missing file,
-    OtherTokenizer for another one, and BrokenShard for a link.
-    """
-    content = b""
-    listed = {name for name in folder.names(names.TOKENIZER_DIR) if not name.startswith(".")}
-    for name in sorted(planned.keys() | listed):
-        stamp = planned.get(name)
-        found = "no such file"
-        kind: type[errors.ShardprepError] = errors.NotFound
-        if stamp is None:  # not read: its size says nothing
-            found = "a file that the plan does not have"
-            kind = errors.OtherTokenizer
-        elif name in listed:
-            raw, found = _read_stamped(folder, f"{names.TOKENIZER_DIR}/{name}", stamp, keeps=name == wanted)
-            content = raw or content
-            kind = errors.OtherTokenizer
-        if not found:
-            continue
-        planned_text = "no such file" if stamp is None else _stamp_text(stamp)
-        raise kind(
-            path=folder.path_of(f"{names.TOKENIZER_DIR}/{name}"),
-            found=found,
-            expected=f"{planned_text}, as planned",
-            advice="restore it, or plan again with the same inputs, options and libraries",
-        )
-    return content
-
-
-def read_tokenizer(folder: DataFolder, plan: Plan) -> dict[str, bytes]:
-    """Return the contents of DATA/tokenizer by name. Raises as ``check_tokenizer_files``."""
-    return {name: check_tokenizer_files(folder, plan.tokenizer_files, name) for name in plan.tokenizer_files}
-
-
-def refuse_other_tokenizer(folder: DataFolder, wanted: dict[str, FileStamp]) -> None:
-    """Raise Refused if a folder without a plan has another tokenizer, which a plan would replace."""
-    if folder.status_of(names.TOKENIZER_DIR) is None:
-        return
-    try:
-        check_tokenizer_files(folder, wanted)
-    except (errors.OtherTokenizer, errors.NotFound, errors.BrokenShard) as error:
-        found = f"{error.found}, in a folder of somebody else, or of another plan"
-        expected = f"no {names.TOKENIZER_DIR} there, or the same; move it away, or use another folder"
-        raise errors.Refused(path=error.path, found=found, expected=expected) from None
-
-
-def _read_stamped(folder: DataFolder, name: str, stamp: FileStamp, *, keeps: bool) -> tuple[bytes, str]:
-    """Read a file. Returns its content if it ``keeps`` it, and how it differs from its stamp, or ""."""
-    raw = b""
-    with files.errors_named(folder.path_of(name)), folder.open_hashed(name) as file:
-        if file.num_bytes != stamp.num_bytes:
-            return raw, f"{file.num_bytes} bytes"
-        if keeps:
-            raw = files.read_whole(file, max_bytes=names.MAX_TOKENIZER_BYTES)
-            sha256 = hashlib.sha256(raw).hexdigest()
-        else:
-            sha256 = file.sha256()
-    now = FileStamp(num_bytes=stamp.num_bytes, sha256=sha256)
-    return raw, "" if now == stamp else _stamp_text(now)
-
-
-def _stamp_text(stamp: FileStamp) -> str:
-    return f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"

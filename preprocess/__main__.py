@@ -61,7 +61,7 @@ def task(args: argparse.Namespace) -> int:
         # A task of a job array usually gets only --output_dir. The planner, whose import takes 0.2 s, is
         # needed only to compare other flags with the plan, or to make a missing plan.
         if has_to_plan or args.check_inputs or given.keys() != {"output_dir"}:
-            from preprocess.plan.planning import plan_of_task
+            from preprocess.plan.task_plan import plan_of_task
 
             plan_of_task(given, may_plan=may_plan, checks_inputs=args.check_inputs)
         from preprocess.make.worker import make_shard

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from preprocess.make import resources
 from preprocess.make.probe import PROBE
 from preprocess.make.worker import Worker
-from preprocess.plan.planning import make_plan, scratch_folder
+from preprocess.plan.planning import make_plan
+from preprocess.plan.scratch import scratch_folder
 from preprocess.plan.tokenizer import document_ends_line
 from shardprep import HOME, PACKAGES, __version__
 from shardprep.console import counted, print_lines, short_bytes

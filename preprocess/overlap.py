@@ -37,7 +37,8 @@ from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.reference import decode, load_tokenizer
 from preprocess.make.token_ids import TokenBatch
-from preprocess.plan.inputs import find_inputs, stamp_inputs
+from preprocess.plan.dividing import stamp_inputs
+from preprocess.plan.inputs import find_inputs
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.formats import Numbers, Texts
 from shardprep import files

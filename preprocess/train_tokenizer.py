@@ -22,7 +22,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from preprocess.plan.inputs import find_inputs, sample_documents, stamp_inputs
+from preprocess.plan.dividing import stamp_inputs
+from preprocess.plan.inputs import find_inputs
+from preprocess.plan.sampling import sample_documents
 from preprocess.plan.tokenizer import write_files
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import Progress, counted, say

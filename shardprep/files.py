@@ -59,7 +59,7 @@ RETRIED = frozenset({
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
-# A random one, or a mark, see ``preprocess/make/attempt.py`` and ``preprocess/plan/planning.py``.
+# A random one, or a mark, see ``preprocess/make/attempt.py`` and ``preprocess/plan/task_plan.py``.
 TEMPORARY_NAME = re.compile(r"\..+(?:-\d+-[0-9a-f]{8}|\.begun|\.again|\.claimed)\.tmp")
 
 

@@ -1,33 +1,21 @@
-"""List the inputs of a plan, and cut them into shards.
+"""List the inputs of a plan, and the names that are left out, with the reason.
 
 Each name in the input folder is taken, or left out for a reason that plan.json records. Files that other
 tools write beside their data are left out by name, as pyarrow.dataset, Spark and ``datasets`` do. Files are
 opened only if two names suggest that they have the same text.
-
-The inputs, in the order of the plan, are one sequence of bytes, and a shard is a range of it. Files that
-cannot be cut (mostly compressed ones) come last, in groups that make the shards even. Only samples of the
-input, and the places between shards, are read, so planning takes seconds for terabytes.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import dataclasses
 import fnmatch
 import heapq
-import itertools
 import os
 import re
 import stat
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from preprocess.plan.looks import Look, lines_about, look_at, refuse_unusable
 from preprocess.plan.other_files import advice_about, ascii_if_odd
 from preprocess.plan.table_versions import (
     TableOfOthers,
@@ -36,20 +24,11 @@ from preprocess.plan.table_versions import (
     refuse_several_builds,
     tables_around,
 )
-from preprocess.read import documents, encodings, formats, inputs
 from preprocess.read.compressed import COMPRESSIONS, decompressed
-from preprocess.read.documents import DocumentBatch
-from preprocess.read.encodings import Sample
-from preprocess.read.fields import text_fields_of
-from preprocess.read.formats import Inspected, Start
 from preprocess.read.inputs import OpenInput
-from preprocess.read.transform import Transform
-from shardprep.console import counted, with_progress
-from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
+from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.format.inputs import input_kind, known_input_kind, known_suffixes
-from shardprep.format.names import MAX_SHARDS
-from shardprep.format.plan import Cut, InputFile, ranges_between
-from shardprep.format.plan_options import SPLITS, PlanOptions, PrepConfig
+from shardprep.format.plan_options import PlanOptions
 
 _UNKNOWN = "unknown suffix"
 _UNDERSCORE = "begins with _"
@@ -294,281 +273,3 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]], input_dir: Path) -> li
         shown = ", ".join(map(ascii_if_odd, names[:_NUM_SHOWN]))
         lines.append(f"left out ({reason}): {len(names)}, such as {shown}{remedy}")
     return lines
-
-
-NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
-_MAX_AT_ONCE = 64  # files or boundaries per task of a thread
-
-
-class Weighed(NamedTuple):
-    """An input file, and what its format found in it."""
-
-    file: InputFile
-    text_bytes: int  # estimated
-    is_whole: bool  # whether it can only be read whole
-    look: Look  # what its samples show
-
-
-def stamp_inputs(
-    input_dir: Path, paths: list[Path], options: PlanOptions, *, looks: bool = True, refuses: bool = True
-) -> list[Weighed]:
-    """Return size, mtime and sampled hash of each file, and what its format found in it.
-
-    ``looks``: also look at the samples. Then BadInput names all files of which nothing can be made; with
-    ``refuses`` also those that a reader would not refuse, but leave out record by record.
-    """
-    fields = text_fields_of(options)
-    kept_names: dict[frozenset[str], frozenset[str]] = {}
-    for path in paths:  # import pyarrow before the threads start, which would fail if several imported it
-        formats.format_of(path.name)
-    root = str(input_dir / "_")[:-1]
-
-    def stamp(path: Path) -> Weighed:
-        file = OpenInput(path)
-        size = file.stamp.num_bytes
-        if size <= inputs.MOST_POINTER_BYTES and (command := inputs.fetch_command(file.read(0, size))):
-            expected = f"the file itself; run in its repository: {command}"
-            raise BadInput(path=path, found="a pointer to a file that was not fetched", expected=expected)
-        name = str(path).removeprefix(root)
-        kind = input_kind(path.name)
-        here = fields.of_file(name)
-        samples = inputs.samples_of(file)
-        inspected = Inspected(text_bytes=size, is_whole=True)
-        look = Look()
-        try:
-            inspected = formats.format_of_kind(kind).inspect(file, here)
-        except BadInput as error:
-            if not looks:
-                raise
-            look = Look(problem=error)
-        if looks and look.problem is None and kind.format.is_text:
-            texts = encodings.samples_as_texts(samples)
-            if kind.compression:
-                texts = [Sample(inspected.head, is_last=False)]
-            look = look_at(path, name, kind, texts, here)
-            if not refuses and look.problem is not None:
-                look = look._replace(problem=None, note=f"{name}: {look.problem.found}")
-        # Equal names of fields are kept once, or those of 10^5 files would take 0.1 GB.
-        names = frozenset(inspected.names) or look.names
-        look = look._replace(names=kept_names.setdefault(names, names))
-        stamped = InputFile(
-            path=name,
-            num_bytes=size,
-            mtime_ns=file.stamp.mtime_ns,
-            sha256=inputs.sha256_of_samples(samples),
-            encoding=look.encoding,
-        )
-        return Weighed(stamped, inspected.text_bytes, inspected.is_whole, look)
-
-    # Several files per task: a million futures would take 1 GB.
-    num_files = max(1, min(_MAX_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
-    tasks = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        batches = pool.map(lambda task: [stamp(path) for path in task], tasks)
-        stamped = itertools.chain.from_iterable(batches)
-        weighed = [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
-    looks_by_name = [(item.file.path, item.look) for item in weighed]
-    refuse_unusable([(name, look.problem) for name, look in looks_by_name if look.problem is not None])
-    return weighed
-
-
-def divide_inputs(
-    config: PrepConfig,
-    listing: InputListing,
-    num_shards: int | None,
-    shard_bytes: int | None,
-    say: Callable[[str], None],
-    *,
-    looks: bool = True,
-) -> tuple[list[InputFile], list[Cut]]:
-    """Stamp the inputs, and divide them into even shards, by number or bytes, or into one shard per file.
-
-    Returns the inputs in the order of reading, and the num_shards + 1 cuts between shards.
-    """
-    paths = listing.paths
-    for path in paths:
-        if config.is_chat and not input_kind(path.name).format.has_fields:
-            expected = "JSON lines and tables, from which --record chat reads messages; move it away"
-            raise UsageError(path=path, found="text", expected=expected)
-    refuses = config.max_bad_fraction < 1
-    weighed = stamp_inputs(config.input_dir, paths, config, looks=looks, refuses=refuses)
-    inputs = [item.file for item in weighed]
-    empty = [item.path for item in inputs if not item.num_bytes]
-    are_empty = f"; {len(empty)} of them are empty, such as {empty[0]}" if empty else ""
-    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{are_empty}")
-    for line in left_out_lines(listing.left_out, config.input_dir):
-        say(line)
-    for line in lines_about(
-        [(item.file.path, input_kind(item.file.path), item.look) for item in weighed], config
-    ):
-        say(line)
-    num_files = Counter(split_of(item.path) for item in inputs)
-    named = [name for name in SPLITS if num_files[name]]
-    if len(named) > 1 and not config.split:
-        shown = ", ".join(f"{name or 'no split'} {counted(n, 'file')}" for name, n in num_files.most_common())
-        say(f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes only this one")
-    first_paths: dict[tuple[int, str], str] = {}
-    equal: list[str] = []  # pairs of paths
-    for each in inputs:
-        first = first_paths.setdefault((each.num_bytes, each.sha256), each.path)
-        if each.num_bytes and first != each.path:
-            equal.append(f"{each.path} and {first}")
-    if equal:
-        copies = f"{counted(len(equal), 'input file')} with the same size and samples as another"
-        say(f"warning: {copies}, such as {equal[0]}; all are taken: move them away if they are copies")
-    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
-        if value is not None and value < 1:
-            raise UsageError.of_value(f"--{name}", value, "at least 1")
-    number = num_shards or len(inputs)
-    if shard_bytes:
-        number = max(1, -(-sum(item.text_bytes for item in weighed) // shard_bytes))
-    if number > MAX_SHARDS:
-        smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
-        remedy = f"--num_shards {MAX_SHARDS}"
-        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
-        raise UsageError(found=f"{number} shards", expected=expected, remedy=remedy)
-    if num_shards is None and shard_bytes is None:
-        return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
-    # Files that are read whole are grouped by size, except for plain text, whose order was promised.
-    whole: list[Weighed] = []
-    cut: list[Weighed] = []
-    for item in weighed:
-        is_grouped = item.is_whole and not input_kind(item.file.path).is_in_bytes
-        (whole if is_grouped else cut).append(item)
-    groups = _groups_of(weighed, whole, number)
-    if number == 1 or not groups:
-        cut = weighed
-        groups = []
-    cuts = [Cut(0, 0)]
-    if cut:
-        cuts = _even_cuts(config.input_dir, cut, max(number - len(groups), 1), config)
-    for group in groups:
-        cuts.append(Cut(cuts[-1].input_number + len(group), 0))
-    cuts += [cuts[-1]] * (number + 1 - len(cuts))  # more shards than files
-    return [item.file for item in (*cut, *itertools.chain.from_iterable(groups))], cuts
-
-
-def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> list[list[Weighed]]:
-    """Put files into groups of about equal text: the largest file first, each into the smallest group."""
-    total = sum(item.text_bytes for item in inputs)
-    share = sum(item.text_bytes for item in whole) / max(1, total)
-    most = num_shards if len(whole) == len(inputs) else num_shards - 1
-    num_groups = min(len(whole), most, max(1, round(num_shards * share)))
-    if not num_groups:
-        return []
-    heap: list[tuple[int, int, list[int]]] = [(0, n, []) for n in range(num_groups)]  # (bytes, n, files)
-    by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
-    for number in by_size:
-        size, which, group = heap[0]
-        group.append(number)
-        heapq.heapreplace(heap, (size + whole[number].text_bytes, which, group))
-    groups = sorted(sorted(group) for *_, group in heap if group)
-    return [[whole[number] for number in group] for group in groups]
-
-
-def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:
-    """Return where shards with even text begin, and where the last one ends."""
-    ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # bytes of text through each file
-    targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
-    if not ends[-1]:
-        return [Cut(0, 0), *[Cut(len(inputs), 0)] * num_shards]
-    cuts: list[Cut] = []
-    if all(item.is_whole for item in inputs):
-        for target in targets:  # cut at the nearest end of a file
-            number = bisect.bisect_right(ends, target)
-            is_nearer_before = target - ends[number - 1] <= ends[number] - target
-            cuts.append(Cut(number - is_nearer_before, 0))
-        return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
-    # Cut at the first place at or after a target where a part may begin, if it is before the next target. If
-    # none is, cut where the next target does. So no byte is searched twice.
-    stretches: list[tuple[int, int, int]] = []  # to search for a place: (input number, first byte, end)
-    for target, following in itertools.pairwise([*targets, ends[-1]]):
-        number = bisect.bisect_right(ends, target) - 1
-        begin = ends[number]
-        text_bytes = ends[number + 1] - ends[number]
-        num_bytes = inputs[number].file.num_bytes
-        first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
-        stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
-
-    fields = text_fields_of(options)
-
-    def starts(task: list[tuple[int, int, int]]) -> list[Start | None]:
-        starts_here: list[Start | None] = []
-        for number, group in itertools.groupby(task, key=lambda stretch: stretch[0]):
-            file = OpenInput(input_dir / inputs[number].file.path)
-            starts_here += formats.format_of(file.path.name).starts(
-                file, [each[1:] for each in group], fields.of_file(inputs[number].file.path)
-            )
-        return starts_here
-
-    tasks = [stretches[n : n + _MAX_AT_ONCE] for n in range(0, len(stretches), _MAX_AT_ONCE)]
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        starts_here = list(itertools.chain.from_iterable(pool.map(starts, tasks)))
-    cuts.append(Cut(len(inputs), 0))
-    for (number, _, _), start in zip(reversed(stretches), reversed(starts_here), strict=True):
-        if start is not None:
-            is_inside = start.byte < inputs[number].file.num_bytes
-            cuts.append(Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0))
-        else:
-            cuts.append(cuts[-1])
-    return [Cut(0, 0), *reversed(cuts)]
-
-
-_GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
-
-
-def sample_documents(
-    input_dir: Path,
-    inputs: Sequence[InputFile],
-    options: PlanOptions,
-    *,
-    num_bytes: int,
-    num_places: int,
-    max_files: int = sys.maxsize,
-    transform: Transform | None = None,
-) -> Iterator[DocumentBatch]:
-    """Yield about ``num_bytes`` of text, the same amount from each place; the next place makes up for less.
-
-    Smaller inputs are read whole, unless there are more than ``max_files``. A file that can only be read
-    from its beginning (gzip) gives its head. No document is sampled twice, and a long one is not cut.
-    """
-    fields = text_fields_of(options)
-    ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
-    places = [Cut(0, 0)]  # ascending, several may be equal
-    number = 0
-    is_whole = ends[-1] <= num_bytes and (len(inputs) <= max_files or not ends[-1])
-    for stretch in range(1, 1 if is_whole else num_places):
-        # The place varies within each stretch: a fixed one might always be at the head of a file.
-        target = int(ends[-1] * (stretch + (0.5 + stretch * _GOLDEN_RATIO) % 1) / num_places)
-        while ends[number + 1] <= target:
-            number += 1
-        file = OpenInput(input_dir / inputs[number].path)
-        byte = target - ends[number]
-        (start,) = formats.format_of(file.path.name).starts(
-            file, [(byte, sys.maxsize)], fields.of_file(inputs[number].path)
-        )
-        if start is not None and start.byte < inputs[number].num_bytes:
-            places.append(Cut(number, start.byte, start.text_byte))
-        elif len(places) > 1 and places[-1].input_number == number:  # no place follows in this file
-            places.append(places[-1])
-        else:
-            places.append(Cut(number, 0))
-    bytes_each = num_bytes // len(places)
-    files_each = max(1, max_files // len(places))
-    allowed = taken = 0
-    for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
-        allowed += bytes_each
-        if taken >= allowed:
-            continue
-        # The files are not compared with their stamps: workers do that.
-        ranges = ranges_between(input_dir, inputs, place, following)
-        unchecked = (dataclasses.replace(each, planned=None) for each in ranges if each.start < each.end)
-        some = list(itertools.islice(unchecked, files_each))
-        batch_bytes = max(1, min(formats.BATCH_BYTES, bytes_each))
-        batches = documents.DocumentReader(options, transform).read_ranges(some, batch_bytes)
-        with contextlib.closing(batches):
-            for batch in batches:
-                yield batch
-                taken += sum(map(len, batch.texts)) + len(batch.bad) * formats.SHORT_LINE_BYTES
-                if taken >= allowed:
-                    break

@@ -659,7 +659,7 @@ def test_rows_that_share_a_text_are_decoded_few_at_a_time(
     monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
     read_texts = importlib.import_module("preprocess.read.formats").texts_of
     monkeypatch.setattr("preprocess.read.formats.texts_of", texts_of)
-    monkeypatch.setattr("preprocess.plan.planning._SAMPLE_BYTES", 1 << 18)  # enough to decode a batch
+    monkeypatch.setattr("preprocess.plan.cost._SAMPLE_BYTES", 1 << 18)  # enough to decode a batch
     options: dict[str, Any] = {"text_field": "text.in" if form == "struct.parquet" else None}
     if form == "lists.parquet":
         function = tmp_path / "beginning.py"

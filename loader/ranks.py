@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep.command_line import check_local_path, check_names_are_utf8
+from shardprep.command_line import check_names_are_utf8
 from shardprep.console import say
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
-from shardprep.files import publish_bytes, read_regular, size_of_file
+from shardprep.files import read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
+from shardprep.local_paths import check_local_path
 from shardprep.processes import start_python
+from shardprep.publishing import publish_bytes
 
 # Variables of rank and world size. They come before Slurm's, since mpirun starts one srun task per node.
 _LAUNCHERS = (

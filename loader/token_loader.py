@@ -1,4 +1,7 @@
-"""The DataLoader of a rank: epochs, steps, positions, states."""
+"""The DataLoader of a rank: epochs, steps, positions, states.
+
+The file is one class, as all of these are answers about the same position, which only the loader may move.
+"""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lustre.lfs import UNKNOWN, count_osts, existing_part, lustre_mount, run_lfs, why_not_usable
-from shardprep.command_line import parse_size
 from shardprep.console import counted, quoted
 from shardprep.errors import LustreError, ShardprepError, UsageError
 from shardprep.files import is_folder, names_in, size_of_file
+from shardprep.option_flags import parse_size
 
 ALL_OSTS = -1  # as a stripe count; from 2.17 on -N means N stripes on every OST
 ANY_OST = -1  # as the first OST: the server chooses

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
-from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
+from shardprep.command_line import Command, Program, given_words
 from shardprep.console import Progress, counted, print_lines, say, shards_text
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.format import commands
@@ -29,6 +29,7 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
 from shardprep.format.plan_options import PrepConfig
 from shardprep.meanings import HUB_HINT
+from shardprep.option_flags import add_flags_of, given_of, parse_size
 
 _HUB_NAME = re.compile(r"(?:datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 

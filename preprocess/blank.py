@@ -25,7 +25,7 @@ from preprocess.read.documents import DocumentReader
 from preprocess.read.transform import Transform
 from shardprep.console import counted, print_lines, say, with_progress
 from shardprep.errors import NotFound, Refused
-from shardprep.files import NOT_THERE, STALE_AFTER_S
+from shardprep.files import NOT_THERE
 from shardprep.format import blanked, commands, documents, excluded
 from shardprep.format.blanked import BlankedDocuments
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
@@ -43,6 +43,7 @@ from shardprep.format.names import (
 )  # fmt: skip
 from shardprep.format.plan import Plan, need_plan, publish_plan, read_plan  # fmt: skip
 from shardprep.format.planned_tokenizer import read_tokenizer, refuse_other_tokenizer  # fmt: skip
+from shardprep.publishing import STALE_AFTER_S
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MAX_PRINTED = 20  # names that were not found

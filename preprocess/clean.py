@@ -14,7 +14,7 @@ import stat
 import time
 from pathlib import Path
 
-from shardprep import errors, files
+from shardprep import errors, publishing
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.format import done, names
 from shardprep.format.data_folder import LOGS_FOLDER, SUBFOLDERS, DataFolder
@@ -60,7 +60,7 @@ def clean(args: argparse.Namespace) -> int:
                 with contextlib.suppress(errors.ShardprepError, OSError):
                     is_done = done.done_manifest(folder, int(match[1]), plan.plan_id) is not None
             is_log = path.suffix == ".log"
-            if time.time() - newest < files.STALE_AFTER_S and not is_log and not is_done:
+            if time.time() - newest < publishing.STALE_AFTER_S and not is_log and not is_done:
                 num_kept += 1
                 continue
             if not args.dry_run:

@@ -21,16 +21,17 @@ import numpy as np
 from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command, unblanked_documents
 from preprocess.make.resources import InputSettings
 from preprocess.read.documents import DocumentReader
-from shardprep import files
+from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_lines, quoted, with_progress
 from shardprep.errors import Refused, UsageError
-from shardprep.folders import Folder, refuse_foreign_file
+from shardprep.folders import Folder
 from shardprep.format import names
 from shardprep.format.blanked import blank_digests
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, name_of_place, read_digests
 from shardprep.format.done import done_manifests
 from shardprep.format.plan import Plan, need_plan
+from shardprep.output_folder import refuse_foreign_file
 
 _NO_NAME = re.compile(r"(?!)")
 _LIST_BEGINS = re.compile(rb'"?at:')  # of a list of ``duplicates``
@@ -55,7 +56,9 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
 def _refuse_foreign_list(path: Path) -> None:
     """Raise Refused if a file is there that ``duplicates`` did not write. Remove what killed runs left."""
     refuse_foreign_file(path, _LIST_BEGINS)
-    Folder(path.parent, writable=_NO_NAME).remove_temporaries(path.name, older_than_s=files.STALE_AFTER_S)
+    Folder(path.parent, writable=_NO_NAME).remove_temporaries(
+        path.name, older_than_s=publishing.STALE_AFTER_S
+    )
 
 
 class _Shard(NamedTuple):
@@ -71,7 +74,7 @@ def duplicates(args: argparse.Namespace) -> int:
     plans = dict[str, DataFolder]()
     given = GivenInputs(args)
     shards: list[_Shard] = []
-    lists: dict[DataFolder, files.PublishedFile] = {}  # by data set
+    lists: dict[DataFolder, publishing.PublishedFile] = {}  # by data set
     inputs: dict[DataFolder, InputSettings] = {}  # by data set
     removed = Counter[tuple[DataFolder, str]]()  # documents, by data set and source
     with contextlib.ExitStack() as opened:
@@ -83,7 +86,7 @@ def duplicates(args: argparse.Namespace) -> int:
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             _refuse_foreign_list(path)
             # Open the list now, so that an error of its folder comes before the work.
-            lists[folder] = opened.enter_context(files.PublishedFile(path))
+            lists[folder] = opened.enter_context(publishing.PublishedFile(path))
             where = given.of(folder, plan)
             inputs[folder] = where
             reader = DocumentReader.open_for_plan(folder, plan.options, where.transform)
@@ -147,7 +150,7 @@ def duplicates(args: argparse.Namespace) -> int:
         for file in lists.values():
             file.sync()
             file.publish()
-        files.sync_folder(args.output.parent)
+        publishing.sync_folder(args.output.parent)
     data_sets: list[dict[str, Any]] = []
     for folder, file in lists.items():
         sources = {source: count for (owner, source), count in removed.most_common() if owner == folder}

@@ -20,16 +20,16 @@ import numpy as np
 
 from preprocess.make.token_ids import Ids
 from preprocess.read.formats import Numbers
-from shardprep import files
+from shardprep import files, publishing
 from shardprep.command_line import needs
 from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
-from shardprep.folders import OutputFolder
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.done import done_manifests
 from shardprep.format.json_files import load_json
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shard_samples import ShardSamples
+from shardprep.output_folder import OutputFolder
 
 _SETTINGS = "export.json"  # the mark of the folder
 _STREAM = "train.bin"  # of nanoGPT
@@ -134,7 +134,7 @@ class ExportLayout:
     def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
-            written: list[files.PublishedFile] = []
+            written: list[publishing.PublishedFile] = []
             for name, pieces in self.contents(self.last_names[shard_id], samples):
                 file = stack.enter_context(self.folder.new_file(name))
                 written.append(file)
@@ -226,7 +226,7 @@ class NanoGpt(ExportLayout):
                 self.folder.remove(name)
         return f'nanoGPT: np.memmap("{target}", dtype=np.{self.dtype.name}, mode="r")'
 
-    def _append(self, stream: files.PublishedFile, name: str) -> None:
+    def _append(self, stream: publishing.PublishedFile, name: str) -> None:
         """Append the ids of a shard to the stream of all shards."""
         with files.errors_named(self.folder.path_of(name)), self.folder.open(name) as file:
             for start in range(0, file.num_bytes, files.WRITE_BYTES):

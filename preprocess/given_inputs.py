@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from preprocess.make.resources import InputSettings
+from preprocess.read.code_files import CodeFiles
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.inputs import OpenInput, sample_sha256
-from preprocess.read.user_code import CodeFiles
 from shardprep.console import quoted
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.format import commands, names

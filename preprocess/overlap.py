@@ -41,16 +41,16 @@ from preprocess.plan.dividing import stamp_inputs
 from preprocess.plan.inputs import find_inputs
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.formats import Numbers, Texts
-from shardprep import files
-from shardprep.command_line import add_flags_of
+from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
-from shardprep.folders import OutputFolder
 from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
 from shardprep.format.plan import Cut, Plan, need_plan, ranges_between
 from shardprep.format.plan_options import PlanOptions
 from shardprep.format.planned_tokenizer import check_tokenizer_files
+from shardprep.option_flags import add_flags_of
+from shardprep.output_folder import OutputFolder
 
 _MARK = "overlap.json"  # shows that a folder is this command's
 _HITS = "overlap.jsonl"
@@ -137,7 +137,7 @@ def overlap(args: argparse.Namespace) -> int:
         may_be_link=args.output is not None,
     )
     out.claim(b'{"made_by": "shardprep overlap"}\n')
-    out.remove_temporaries(older_than_s=files.STALE_AFTER_S)
+    out.remove_temporaries(older_than_s=publishing.STALE_AFTER_S)
     names_of_hits = [f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
 
     def missing() -> list[int]:

@@ -24,15 +24,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from preprocess.plan.dividing import stamp_inputs
 from preprocess.plan.inputs import find_inputs
+from preprocess.plan.model_files import write_files
 from preprocess.plan.sampling import sample_documents
-from preprocess.plan.tokenizer import write_files
-from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
-from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
+from shardprep.files import is_folder, names_in, size_of_file
 from shardprep.foreign_tokenizer import LLAMA3_REGEX
 from shardprep.format.inputs import place_text
 from shardprep.format.plan_options import PlanOptions
+from shardprep.option_flags import add_flags_of, parse_size
+from shardprep.publishing import PublishedFolder, make_folder
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would slow down every merge
 _PLACE_BYTES = 1 << 20  # of text taken at each place

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from preprocess.make.resources import InputSettings, WorkerSettings, allowed_cpus, bind_to, worker_settings
 from shardprep import errors, files
-from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, say, shards_text, source_lines, with_progress
 from shardprep.format import commands, done, manifest, names
 from shardprep.format.attempts import read_attempts
@@ -39,6 +38,7 @@ from shardprep.format.plan import Plan, need_plan
 from shardprep.format.planned_tokenizer import check_tokenizer_files
 from shardprep.format.shard_samples import ids_of
 from shardprep.format.spec import BLANK, blank_id
+from shardprep.option_flags import add_flags_of, given_of
 
 IdxRecords = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock

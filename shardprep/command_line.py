@@ -15,22 +15,21 @@ import functools
 import importlib.util
 import os
 import re
-import shlex
 import signal
 import sys
 import textwrap
 import traceback
-import types
-import typing
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shardprep import __version__, given
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
+from shardprep.local_paths import check_local_path, real_path
 from shardprep.meanings import meaning_of_command, meaning_of_flag
+from shardprep.option_flags import shown_default
 from shardprep.processes import STOP_SIGNALS, StopSignals, raise_on_stop_signals
 
 
@@ -175,7 +174,7 @@ class Program:
             has_value = action.nargs != 0 or action.default is False  # False is the default of a switch
             is_complete = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
             if has_value and not is_complete and action.default not in (None, [], argparse.SUPPRESS):
-                action.help = f"{action.help} (default: {_shown(action.default)})"
+                action.help = f"{action.help} (default: {shown_default(action.default)})"
         parser.usage = " ".join([*words, "[flags]"])
         return parser
 
@@ -207,54 +206,6 @@ def show_commands(
     for line in lines:
         say(line)
     raise SystemExit(UsageError.exit_code)
-
-
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_HUB_URL = re.compile(r"(?:hf|https?)://(?:huggingface\.co/|hf\.co/)?datasets/([\w-][\w.-]*/[\w-][\w.-]*)")
-# How a folder is copied from a store, by the scheme of its URL.
-_COPY_COMMANDS = {
-    "s3": "aws s3 sync {source} {target}",
-    "gs": "gcloud storage rsync --recursive {source} {target}",
-    "az": "azcopy copy {source} {target} --recursive",
-    "hdfs": "hdfs dfs -copyToLocal {source} {target}",
-}
-
-
-def check_local_path(text: str, name: str) -> None:
-    """Raise UsageError for an empty path and for a URL. ``name``: of the flag or argument.
-
-    ``pathlib`` makes the current folder of "", such as an unset variable, and a folder "s3:" of a URL. So
-    each path that a user types or passes goes through here, before it becomes a Path.
-    """
-    if not text.strip():
-        expected = "a path; is the variable set that the command uses?"
-        raise UsageError(found=f"{name} {text!r}", expected=expected)
-    match = _URL.match(text)
-    if match is None:
-        return
-    scheme = match[1].lower()
-    rest = match[2]
-    expected = "a path on this machine"
-    remedy = None
-    if scheme == "file":
-        remedy = "/" + rest.partition("/")[2]
-        expected += f", such as {remedy}"
-    elif "output" in name or name == "--to":
-        command = _COPY_COMMANDS.get(scheme, "").format(source="FOLDER", target=shlex.quote(text))
-        expected += "; write into a folder here, and copy it afterwards" + f": {command}" * bool(command)
-    else:
-        command = _COPY_COMMANDS.get(scheme, "").format(source=shlex.quote(text), target="FOLDER")
-        hub = _HUB_URL.match(text)
-        if hub is not None:
-            command = f"hf download {hub[1]} --repo-type dataset --local-dir FOLDER"
-        expected += "; copy it here first" + f": {command}" * bool(command)
-        remedy = command or None
-    raise UsageError(found=f"{name} {text}", expected=expected, remedy=remedy)
-
-
-def real_path(text: str) -> Path:
-    """Return the path without links. ``Path.resolve`` raises for a loop of links."""
-    return Path(os.path.realpath(text))
 
 
 _PATH_TYPES = (Path, real_path)  # types of flags
@@ -378,70 +329,8 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"
 
 
-def add_flags_of(
-    parser: argparse._ActionsContainer,
-    options: type,
-    *,
-    exclude: Container[str] = (),
-    is_grouped: bool = True,
-) -> None:
-    """Add a flag for each option of a dataclass, except ``exclude``, under the titles of their groups."""
-    hints = typing.get_type_hints(options)
-    items = [item for item in fields(options) if item.metadata["help"] and item.name not in exclude]
-    titles = dict.fromkeys(item.metadata["group"] for item in items) if is_grouped else {}
-    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
-    own = vars(options)["__annotations__"]  # these come before inherited ones
-    for item in sorted(items, key=lambda item: item.name not in own):
-        text = str(item.metadata["help"])
-        if "(default" not in text:
-            text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
-        # A flag that is not given is absent from the namespace, unlike one that is given its default.
-        settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
-        place = places.get(item.metadata["group"], parser)
-        place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return str(default) if default else "none"
-
-
-def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """Return the values of a dataclass's fields that the user gave as flags."""
-    names = {item.name for item in fields(options)}
-    return {name: value for name, value in vars(args).items() if name in names}
-
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
-    """Return the bytes of ``512M``, ``512MB`` or ``512MiB``, all binary. Raises UsageError."""
-    # 128b is refused: to lfs it means blocks of 512 bytes.
-    match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise UsageError.of_value(flag, text, f"a number of bytes such as {such_as}")
-    return int(match[1]) * _UNITS[(match[2] or "").upper()]
-
-
 def _resolved(given: Callable[..., Any] | str) -> Callable[..., Any]:
     if not isinstance(given, str):
         return given
     module, _, name = given.partition(":")
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # by its name
-
-
-def _type_settings(hint: Any) -> dict[str, Any]:
-    """Return the settings of argparse for a field's type, with or without ``| None``."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
-    if set(kinds) == {int, str}:
-        return {"type": lambda text: int(text) if re.fullmatch(r"-?\d+", text) else text, "metavar": "N"}
-    (kind,) = kinds
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
-        return {"choices": choices, "metavar": "{" + ",".join(filter(None, choices)) + "}"}
-    return {"type": kind, "metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}

@@ -6,7 +6,7 @@ work leads a command to another place. Only regular files are opened, without wa
 whose size is mostly a hole is refused before memory is taken for it.
 
 ``writable`` is a pattern of the names that the owner of a folder, such as the format of a data set, defines.
-Nothing else is written or removed.
+Nothing else is written or removed. The file is one class: each method reaches its name by the same walk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from shardprep import files
+from shardprep import files, publishing
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused
-from shardprep.files import FileStamp, HashedFile, PublishedFile, ReadFile
+from shardprep.files import FileStamp, HashedFile, ReadFile
+from shardprep.publishing import PublishedFile
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for a writer
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
@@ -34,8 +35,6 @@ _SPARSE_BYTES = 16 << 20
 _LEAST_SHARE = 0.01
 _MOST_HOLES = 10_000  # of a file
 _STAT_BLOCK_BYTES = 512
-_BEGINNING_BYTES = 1000  # of a file that may be replaced
-_NO_NAME = re.compile(r"(?!)")
 _MOST_LEVELS = (
     2  # of folders in a temporary folder; that of ``verify --deep`` has ids/, digests/, quarantine/
 )
@@ -292,11 +291,11 @@ class Folder:
             found = f"{error.found}, where files of the same name would be replaced"
             raise CannotWrite(path=error.path, found=found, expected="a folder in its place") from None
         except OSError as error:
-            raise files.not_creatable(self.path_of(name), error) from None
+            raise publishing.not_creatable(self.path_of(name), error) from None
 
     def make_folder(self) -> None:
         """Create the folder itself and its parents, if missing. Raises CannotWrite or ReadWriteError."""
-        files.make_folder(self.path, parents=True)
+        publishing.make_folder(self.path, parents=True)
 
     def make_subfolder(self, name: str) -> None:
         """Create a folder below this one, if missing, and sync its parent. Raises CannotWrite."""
@@ -312,7 +311,7 @@ class Folder:
                 found = "a file or a link, where a folder is needed"
                 raise CannotWrite(path=self.path_of(reached), found=found, expected="a folder") from None
             except OSError as error:
-                raise files.not_creatable(self.path_of(reached), error) from None
+                raise publishing.not_creatable(self.path_of(reached), error) from None
             self._sync(parent, reached)
 
     def new_file(self, name: str) -> PublishedFile:
@@ -368,7 +367,7 @@ class Folder:
         The folder is not synced. Raises BrokenShard if it is not a regular file, and CannotWrite.
         """
         parent, last = self._reach_to_write(name)
-        temporary = files.temporary_name(Path(last)).name
+        temporary = publishing.temporary_name(Path(last)).name
         try:
             there, last_there = source._reach(name)
             os.link(last_there, temporary, src_dir_fd=there.fd, dst_dir_fd=parent.fd, follow_symlinks=False)
@@ -407,14 +406,14 @@ class Folder:
         try:
             handle = self._open_subfolder(subfolder) if subfolder else self._opened()
         except OSError as error:
-            raise files.not_synced(self.path_of(subfolder), error) from None
+            raise publishing.not_synced(self.path_of(subfolder), error) from None
         self._sync(handle, subfolder)
 
     def _sync(self, handle: _Handle, name: str) -> None:
         try:
             os.fsync(handle.fd)
         except OSError as error:
-            raise files.not_synced(self.path_of(name), error) from None
+            raise publishing.not_synced(self.path_of(name), error) from None
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises FileNotFoundError, CannotWrite or OSError."""
@@ -447,7 +446,7 @@ class Folder:
                 os.rename(temporary, last, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
             except OSError as error:
                 if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
-                    raise files.not_creatable(self.path_of(name), error) from None
+                    raise publishing.not_creatable(self.path_of(name), error) from None
                 return False
             self._sync(parent, name)
         return True
@@ -459,12 +458,12 @@ class Folder:
         Yields its name, and a path by which no link leads elsewhere.
         """
         parent, last = self._reach_to_write(name)
-        temporary = files.temporary_name(Path(last)).name
+        temporary = publishing.temporary_name(Path(last)).name
         path = Path(f"/proc/self/fd/{parent.fd}", temporary)
         try:
             os.mkdir(temporary, dir_fd=parent.fd)
         except OSError as error:
-            raise files.not_creatable(self.path_of(name), error) from None
+            raise publishing.not_creatable(self.path_of(name), error) from None
         try:
             yield temporary, path
         finally:
@@ -477,10 +476,10 @@ class Folder:
 
         A subfolder that is a link is left out.
         """
-        listed = [name for name in self.names() if files.TEMPORARY_NAME.fullmatch(name)]
+        listed = [name for name in self.names() if publishing.TEMPORARY_NAME.fullmatch(name)]
         for subfolder in subfolders:
             with contextlib.suppress(BrokenShard):
-                inside = filter(files.TEMPORARY_NAME.fullmatch, self.names(subfolder))
+                inside = filter(publishing.TEMPORARY_NAME.fullmatch, self.names(subfolder))
                 listed += [f"{subfolder}/{name}" for name in inside]
         return listed
 
@@ -508,7 +507,7 @@ class Folder:
         Raises OSError, BrokenShard, ReadWriteError.
         """
         parent, last = self._reach(name)
-        if files.TEMPORARY_NAME.fullmatch(last) is None:
+        if publishing.TEMPORARY_NAME.fullmatch(last) is None:
             raise ValueError(f"{name!r} is no temporary name")
         if self.is_subfolder(name):
             # Files before the folders that they are in.
@@ -520,48 +519,3 @@ class Folder:
             os.rmdir(last, dir_fd=parent.fd)
         else:
             os.unlink(last, dir_fd=parent.fd)
-
-
-class OutputFolder(Folder):
-    """A folder that a command fills, and nobody else: new, empty, or claimed by an earlier run of it.
-
-    ``mark`` is the name of the file that claims it.
-    """
-
-    def __init__(
-        self, path: Path | str, *, mark: str, writable: re.Pattern[str], may_be_link: bool = True
-    ) -> None:
-        super().__init__(path, writable=writable, may_be_link=may_be_link)
-        self._mark = mark
-
-    def claim(self, content: bytes) -> None:
-        """Create the folder if it is missing, and write the mark.
-
-        Raises Refused, with the name of a file of another program, if there is one but no mark, and if the
-        mark has another content; CannotWrite or ReadWriteError.
-        """
-        self.make_folder()
-        others = [name for name in self.names() if not files.TEMPORARY_NAME.fullmatch(name)]
-        if others and self._mark not in others:
-            expected = f"a new or an empty folder, or one with {self._mark}; nothing was changed"
-            raise Refused(path=self.path_of(others[0]), found="a file of somebody else", expected=expected)
-        what = "the same settings"
-        if self._mark in others:
-            self._refuse_other(self._mark, content, what)
-        else:
-            self.publish_equal(self._mark, content, what=what)
-
-
-def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
-    """Check that a file may be replaced: the command wrote it, as ``ours`` matches where its own begin.
-
-    Raises Refused if another program wrote it, CannotWrite if it is a folder, and BrokenShard if it is a
-    link or no regular file.
-    """
-    folder = Folder(path.parent, writable=_NO_NAME)
-    if folder.is_subfolder(path.name):
-        raise CannotWrite(path=path, found="a folder", expected="a file, or a name that is free")
-    beginning = folder.read_beginning(path.name, _BEGINNING_BYTES)
-    if beginning and ours.match(beginning) is None:
-        expected = "a name for a new file, or a file that this command wrote; move it away"
-        raise Refused(path=path, found="another file, which stays", expected=expected)

@@ -1,7 +1,7 @@
 """What people type who know other tools, and what of ours it means: flags, commands, arguments of the loader.
 
 A hint is chosen by meaning, not by letters: ``--tokenizer`` means ``--model_id``, not ``--token_format``.
-Nothing else depends on this module.
+Nothing else depends on this module. It is long because it is one table.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, real_path
+from shardprep.command_line import Command, Program, given_words
+from shardprep.local_paths import real_path
+from shardprep.option_flags import add_flags_of, given_of
 from slurm.commands import megabytes_of, minutes_of
 from slurm.request import JobRequest, SendOptions
 

@@ -29,15 +29,15 @@ import msgspec
 import shardprep
 from shardprep import console
 from shardprep.console import print_lines, say
-from shardprep.files import publish_bytes
-from shardprep.folders import refuse_foreign_file
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest, ShardCounts, SourceCounts, TextCounts, longest_of
 from shardprep.format.names import TOKENIZER_DIR, id_ranges
 from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
 from shardprep.format.plan_options import PrepConfig, flags_of
 from shardprep.format.spec import TokenizerSpec
+from shardprep.output_folder import refuse_foreign_file
 from shardprep.processes import python_command
+from shardprep.publishing import publish_bytes
 from slurm.state import DatasetState, find_state
 from slurm.status_data import status_of
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.read.external_tars import scan_tar
-from shardprep import files
+from shardprep import publishing
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -53,7 +53,7 @@ def _publish(
     is_unknown_tar: bool = False,
 ) -> None:
     """Publish a copy atomically. Raises BrokenShard if it is not as stamped, or is a tar that cannot load."""
-    with files.PublishedFile(target) as copy:
+    with publishing.PublishedFile(target) as copy:
         for block in blocks:
             copy.write(memoryview(block))
         found = copy.sync()
@@ -66,7 +66,7 @@ def _publish(
         except BrokenShard as error:
             raise type(error)(f"what webdataset read from {source} cannot be loaded: {error}") from None
         copy.publish()
-    files.sync_folder(target.parent)  # the name must survive a power cut before the manifest's does
+    publishing.sync_folder(target.parent)  # the name must survive a power cut before the manifest's does
 
 
 def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:

@@ -14,7 +14,7 @@ import socket
 import zlib
 from pathlib import Path
 
-from shardprep import files
+from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
 from shardprep.errors import (
     BrokenShard,
@@ -79,7 +79,7 @@ def stage(args: argparse.Namespace) -> int:
             target.publish_copy(names.PLAN_NAME, folder)
         finally:
             _remove_mark(target)
-    target.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
+    target.remove_temporaries(older_than_s=publishing.STALE_AFTER_S, subfolders=SUBFOLDERS)
     # Processes start at different shards, so that nodes do not all read from one storage target.
     first = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % max(1, len(missing))
     failures: list[BrokenShard | MissingShard] = []
@@ -129,7 +129,7 @@ def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | No
     except FileExistsError:  # by another process, which copies the same
         pass
     except OSError as error:
-        raise files.not_creatable(target.path_of(_MARK), error) from None
+        raise publishing.not_creatable(target.path_of(_MARK), error) from None
 
 
 def _remove_mark(target: DataFolder) -> None:

@@ -27,7 +27,7 @@ from preprocess.make.pieces import NO_DIGESTS, Digests, EncodedBatch, TarPiece
 from preprocess.make.rows import RowMembers
 from preprocess.make.token_ids import NO_LOSS, TokenBatch
 from preprocess.read.documents import DocumentBatch
-from shardprep import files
+from shardprep import publishing
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import IDX_DTYPES, ChunkCrcs, idx_header
@@ -47,7 +47,7 @@ class ShardWriter:
         self.counting = Counting(shard_id)
         self._num_samples = 0
         self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
-        self._side_files: dict[str, files.PublishedFile] = {}  # ids and digests, if they are kept
+        self._side_files: dict[str, publishing.PublishedFile] = {}  # ids and digests, if they are kept
         self._validation: list[TarPiece] = []  # their records and digests come after all others
         self._files = contextlib.ExitStack()
 
@@ -61,7 +61,7 @@ class ShardWriter:
             if not self._found_no_mark:
                 ours.clear()
                 make_mark(folder, self._again)
-                remove_temporaries_of([shard_id], folder, older_than_s=files.STALE_AFTER_S)
+                remove_temporaries_of([shard_id], folder, older_than_s=publishing.STALE_AFTER_S)
             self._tar = self._file(names.tar_name(shard_id))
             self._idx = self._file(names.idx_name(shard_id))
             if self._options.id_field:
@@ -75,7 +75,7 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def _file(self, name: str) -> files.PublishedFile:
+    def _file(self, name: str) -> publishing.PublishedFile:
         subfolder = name.rpartition("/")[0]
         if subfolder:
             self._folder.make_subfolder(subfolder)
@@ -180,7 +180,7 @@ class ShardWriter:
             remove_temporaries_of([self._shard_id], self._folder)
         return manifest
 
-    def quarantine(self) -> files.PublishedFile | None:
+    def quarantine(self) -> publishing.PublishedFile | None:
         """Write a quarantine file if documents were left out, and return it before it is published."""
         if not self.counting.bad:
             return None

@@ -30,7 +30,7 @@ from preprocess.read import chat
 from preprocess.read.formats import Texts
 from preprocess.read.inputs import RangeReader
 from preprocess.read.transform import Transform
-from shardprep import errors, files
+from shardprep import errors, publishing
 from shardprep.console import say
 from shardprep.format import names, plan_options
 from shardprep.format import plan as plans
@@ -184,7 +184,7 @@ def make_plan(
                 expected = "a folder that you can write to"
                 raise errors.CannotWrite(path=config.output_dir, found=found, expected=expected) from None
             # Left by attempts that died.
-            folder.remove_temporaries(older_than_s=files.STALE_AFTER_S, subfolders=SUBFOLDERS)
+            folder.remove_temporaries(older_than_s=publishing.STALE_AFTER_S, subfolders=SUBFOLDERS)
         frozen = plans.read_plan(folder)
         if frozen is not None:
             plans.refuse_another_plan(frozen, plan, folder)

@@ -25,8 +25,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from preprocess.read.code_files import CodeFiles
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, UnusableText, too_long
-from preprocess.read.user_code import CodeFiles, UserCode
+from preprocess.read.user_code import UserCode
 from shardprep import LeaveOut
 from shardprep.errors import ReadWriteError, Refused, UsageError
 from shardprep.files import NOT_THERE, FileStamp

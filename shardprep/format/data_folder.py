@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardprep.errors import Refused
-from shardprep.files import TEMPORARY_NAME, FileStamp
+from shardprep.files import FileStamp
 from shardprep.folders import Folder
 from shardprep.format import names
+from shardprep.publishing import TEMPORARY_NAME
 
 ATTEMPTS_FOLDER = "jobs/attempts"
 LOGS_FOLDER = "jobs/logs"

@@ -1,0 +1,58 @@
+"""Folders and files that a command fills, and that it refuses to take from another program."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardprep import publishing
+from shardprep.errors import CannotWrite, Refused
+from shardprep.folders import Folder
+
+_BEGINNING_BYTES = 1000  # of a file that may be replaced
+_NO_NAME = re.compile(r"(?!)")
+
+
+class OutputFolder(Folder):
+    """A folder that a command fills, and nobody else: new, empty, or claimed by an earlier run of it.
+
+    ``mark`` is the name of the file that claims it.
+    """
+
+    def __init__(
+        self, path: Path | str, *, mark: str, writable: re.Pattern[str], may_be_link: bool = True
+    ) -> None:
+        super().__init__(path, writable=writable, may_be_link=may_be_link)
+        self._mark = mark
+
+    def claim(self, content: bytes) -> None:
+        """Create the folder if it is missing, and write the mark.
+
+        Raises Refused, with the name of a file of another program, if there is one but no mark, and if the
+        mark has another content; CannotWrite or ReadWriteError.
+        """
+        self.make_folder()
+        others = [name for name in self.names() if not publishing.TEMPORARY_NAME.fullmatch(name)]
+        if others and self._mark not in others:
+            expected = f"a new or an empty folder, or one with {self._mark}; nothing was changed"
+            raise Refused(path=self.path_of(others[0]), found="a file of somebody else", expected=expected)
+        what = "the same settings"
+        if self._mark in others:
+            self._refuse_other(self._mark, content, what)
+        else:
+            self.publish_equal(self._mark, content, what=what)
+
+
+def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
+    """Check that a file may be replaced: the command wrote it, as ``ours`` matches where its own begin.
+
+    Raises Refused if another program wrote it, CannotWrite if it is a folder, and BrokenShard if it is a
+    link or no regular file.
+    """
+    folder = Folder(path.parent, writable=_NO_NAME)
+    if folder.is_subfolder(path.name):
+        raise CannotWrite(path=path, found="a folder", expected="a file, or a name that is free")
+    beginning = folder.read_beginning(path.name, _BEGINNING_BYTES)
+    if beginning and ours.match(beginning) is None:
+        expected = "a name for a new file, or a file that this command wrote; move it away"
+        raise Refused(path=path, found="another file, which stays", expected=expected)

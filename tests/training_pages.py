@@ -40,6 +40,7 @@ SMALLER = {
     '"/data/': '"sources/',
     '"/lustre/data"': '"DATA"',
     '"data"': '"sources/web"',
+    '"num_shards": 64, "validation_fraction": 0.05': '"num_shards": 8, "validation_fraction": 0.01',
     "seq_len=8192": "seq_len=256",
     "seq_len=4096": "seq_len=256",
     "seq_len=2048": "seq_len=256",

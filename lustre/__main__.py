@@ -43,7 +43,8 @@ def show(args: argparse.Namespace) -> int:
         raise NotFound(path=path, found=found, remedy=remedy)
     mount = file_system_of(path)
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
-    if reason := why_not_usable(path):
+    reason = why_not_usable(path)
+    if reason:
         print_lines(*lines, f"nothing to show: {reason}")
         return 0
     layout = layouts.read_layout(path)
@@ -91,7 +92,8 @@ def _shard_lines(folder: Path) -> list[str]:
 def apply(args: argparse.Namespace) -> int:
     """Set the layout of a fresh, empty folder."""
     stripe = layouts.parse_stripe(args.stripe)
-    if reason := why_not_usable(args.path):
+    reason = why_not_usable(args.path)
+    if reason:
         print_lines(f"nothing to do: {reason}")
         return 0
     print_lines(layouts.set_directory_layout(args.path, stripe, dry_run=args.dry_run))

@@ -239,7 +239,8 @@ def set_directory_layout(folder: Path, stripe: Layout, *, dry_run: bool = False)
     if not stripe.typed:
         stripe = _with_pool(stripe, before, folder)
         num_osts = count_osts(folder, stripe.components[0].pool)
-        if 0 < num_osts < (wanted := stripe.components[-1].stripe_count):
+        wanted = stripe.components[-1].stripe_count
+        if 0 < num_osts < wanted:
             notes.append(f"{wanted} stripes are more than the {counted(num_osts, 'OST')} here")
         if not before.is_inherited and is_as_asked(stripe, before, num_osts):
             return "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
@@ -329,7 +330,8 @@ def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run:
         return f"{name}: the layout is not changed"
     if stripe == "auto":
         try:
-            if reason := why_not_usable(folder):
+            reason = why_not_usable(folder)
+            if reason:
                 return f"{name}: nothing to do, {reason}"
             there = existing_part(folder)
             layout = read_layout(there)
@@ -337,7 +339,8 @@ def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run:
         except (ShardprepError, OSError) as error:
             return f"{name}: not changed; the layout of new files is unknown: {error}"
     wanted = parse_stripe(stripe)
-    if reason := why_not_usable(folder):
+    reason = why_not_usable(folder)
+    if reason:
         return f"{name}: nothing to do, {reason}"
     if is_planned:
         return f"{name}: not changed: {folder} is planned, and files keep their layout; plan into a fresh one"

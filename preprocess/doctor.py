@@ -93,7 +93,8 @@ def _check_versions() -> Iterator[Finding]:
     for name in (*_NEEDED, "torch", "webdataset"):
         with suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-    if missing := ", ".join(name for name in _NEEDED if name not in installed):
+    missing = ", ".join(name for name in _NEEDED if name not in installed)
+    if missing:
         todo = "install shardprep for this Python: pip install ."
         yield Finding("versions", f"{missing} not found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in installed.items())

@@ -72,7 +72,7 @@ class _Shard(NamedTuple):
 def duplicates(args: argparse.Namespace) -> int:
     """Find the documents to remove, write the lists, and print the totals. Return the exit code."""
     plans = dict[str, DataFolder]()
-    given = GivenInputs(args)
+    given = GivenInputs(args.transform, args.input_dir)
     shards: list[_Shard] = []
     lists: dict[DataFolder, publishing.PublishedFile] = {}  # by data set
     inputs: dict[DataFolder, InputSettings] = {}  # by data set
@@ -80,7 +80,8 @@ def duplicates(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as opened:
         for number, folder in enumerate(map(DataFolder, args.data_dirs), 1):
             plan = need_plan(folder)
-            if (other := plans.setdefault(plan.plan_id, folder)) is not folder:
+            other = plans.setdefault(plan.plan_id, folder)
+            if other is not folder:
                 same = f"{other} and {folder}, whose plan is the same"
                 raise UsageError(found=same, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
@@ -95,7 +96,8 @@ def duplicates(args: argparse.Namespace) -> int:
                 advice = "plan the same input so into another folder; its list fits this one, too"
                 raise UsageError(path=folder, found="--learn each", expected=expected, advice=advice)
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
-                if (stamp := manifest.digests) is None:
+                stamp = manifest.digests
+                if stamp is None:
                     expected = "those of plan --digests; plan again with it, into a new folder"
                     raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
                 shards.append(_Shard(folder, plan.at(where.input_dir), reader, manifest.shard_id, stamp))

@@ -306,7 +306,9 @@ def export(args: argparse.Namespace) -> int:
     folder = OutputFolder(args.output_dir, mark=_SETTINGS, writable=_WRITTEN)
     data = DataFolder(args.data_dir)
     plan = need_plan(data)
-    eos = _checked_eos(args, plan)
+    eos = _checked_eos(
+        plan, args.data_dir, args.output_dir, to=args.to, split=args.split, put_eos=args.put_eos
+    )
     rows_of_shard: list[slice] = []  # the exported samples of each shard, and their tokens
     num_tokens: list[int] = []
     for manifest in done_manifests(data, plan.plan_id, range(plan.num_shards)):
@@ -374,27 +376,29 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
         num_documents = until
 
 
-def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
+def _checked_eos(
+    plan: Plan, data_dir: Path, output_dir: Path, *, to: str, split: str | None, put_eos: bool | None
+) -> int | None:
     """Return the id to add to each document, or None. Raises UsageError, Refused for what tools misread."""
     if plan.options.is_chat:
         expected = "texts: the layouts of other tools have no loss mask, so users' words would be trained on"
-        raise UsageError(path=args.data_dir, found="conversations", expected=expected)
+        raise UsageError(path=data_dir, found="conversations", expected=expected)
     if plan.options.blanked:
         found = "blanked documents, whose ids no other tool knows"
         advice = "plan the input again without them: --exclude takes the list that blank --ids took"
-        raise Refused(path=args.data_dir, found=found, expected="none", advice=advice, remedy="--exclude")
-    folder = args.output_dir.absolute()
-    if args.to == "megatron" and any(map(str.isspace, str(folder))):
+        raise Refused(path=data_dir, found=found, expected="none", advice=advice, remedy="--exclude")
+    folder = output_dir.absolute()
+    if to == "megatron" and any(map(str.isspace, str(folder))):
         expected = "a path without it, as Megatron splits its list of data sets there"
         raise UsageError(path=folder, found="white space", expected=expected)
-    if args.split and not plan.options.validation_fraction:
+    if split and not plan.options.validation_fraction:
         remedy = "--validation_fraction"
         expected = f"none, as it was planned without {remedy}"
-        raise UsageError(path=args.data_dir, found="--split", expected=expected, remedy=remedy)
-    if plan.spec.has_rows and args.put_eos and not plan.options.append_eos:
+        raise UsageError(path=data_dir, found="--split", expected=expected, remedy=remedy)
+    if plan.spec.has_rows and put_eos and not plan.options.append_eos:
         raise UsageError("--put_eos is for documents; these rows were packed with --no-append_eos")
     # In a stream only EOS separates documents.
-    is_wanted = args.to in ("megatron", "nanogpt") if args.put_eos is None else args.put_eos
+    is_wanted = to in ("megatron", "nanogpt") if put_eos is None else put_eos
     if not is_wanted or plan.options.append_eos or plan.spec.has_rows:
         return None
     if plan.tokenizer.eos_token_id is None:

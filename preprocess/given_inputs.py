@@ -38,10 +38,9 @@ def add_given_inputs(parser: argparse.ArgumentParser) -> None:
 class GivenInputs:
     """The functions and input folders that a user named."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Take the flags of ``add_given_inputs``."""
-        self._functions: Sequence[Path] = args.transform
-        self._folders: Sequence[Path] = args.input_dir
+    def __init__(self, functions: Sequence[Path], folders: Sequence[Path]) -> None:
+        self._functions = functions
+        self._folders = folders
         self._used: set[Path] = set()
 
     def of(self, data_dir: DataFolder, plan: Plan) -> InputSettings:

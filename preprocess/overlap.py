@@ -117,7 +117,7 @@ def overlap_flags(parser: argparse.ArgumentParser) -> None:
 def overlap(args: argparse.Namespace) -> int:
     """Search the missing shards, and merge the hits once all shards are done. Return the exit code."""
     folder = DataFolder(args.data_dir)
-    given = GivenInputs(args)
+    given = GivenInputs(args.transform, args.input_dir)
     plan = need_plan(folder)
     where = given.of(folder, plan)
     plan = plan.at(where.input_dir)
@@ -156,7 +156,8 @@ def overlap(args: argparse.Namespace) -> int:
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
             out.publish(names_of_hits[number], "".join(lines).encode("utf-8", "surrogatepass"))
-    if left := names.id_ranges(missing()):
+    left = names.id_ranges(missing())
+    if left:
         print_lines(f"not done yet: {shards_text(left)}; the call that finishes the last writes the lists")
     else:
         settings = {"evaluation": args.against, "plan_id": plan.plan_id, **rule._asdict()}

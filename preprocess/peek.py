@@ -145,7 +145,8 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
 
     If the document was left out of its shard, print why, and yield nothing. Raises NotFound, UsageError.
     """
-    if in_shard := _IN_SHARD.fullmatch(address):
+    in_shard = _IN_SHARD.fullmatch(address)
+    if in_shard:
         shard_id = int(in_shard[1])
         number = int(in_shard[2])
         if shard_id >= plan.num_shards:
@@ -155,7 +156,8 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
             path = folder.path_of(names.manifest_name(shard_id))
             remedy = commands.run(folder, str(shard_id))
             raise NotFound(path=path, found="missing: the shard is not made yet", remedy=remedy)
-        if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
+        num_samples = len(read_idx(folder, plan.spec, shard_id))
+        if number >= num_samples:
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
         yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
         return
@@ -199,7 +201,8 @@ def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[
     for shard_id in reversed(shards):
         records = read_idx(folder, plan.spec, shard_id)
         num_train = len(records) - read_manifest(folder, shard_id).counts.held_out.num_samples
-        if numbers := samples_containing(records, place, num_train):
+        numbers = samples_containing(records, place, num_train)
+        if numbers:
             yield from (((shard_id, number), None) for number in numbers)
             return
     raise NotFound(found=f"{name}:{place[1]}", expected="a place in a finished shard")
@@ -250,7 +253,8 @@ def _place_of_id(folder: DataFolder, shard_ids: list[int], wanted: str) -> Sampl
 
 def _made_shards(folder: DataFolder) -> list[int]:
     """Return the finished shards of a data set, at least one. Raises NotFound."""
-    if not (made := manifest_ids(folder)):
+    made = manifest_ids(folder)
+    if not made:
         raise NotFound(path=folder, found="no finished shard", remedy=commands.run(folder))
     return made
 

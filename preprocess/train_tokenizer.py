@@ -60,7 +60,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         raise UsageError.of_value("--max_bytes", max_bytes, f"{_MIN_MAX_BYTES} or more")
     folder = args.output_dir.resolve()
     expected = "a new or empty folder, as a tokenizer is never overwritten; give --output_dir another one"
-    if names := names_in(folder):
+    names = names_in(folder)
+    if names:
         raise Refused(path=folder, found=f"a folder that has {names[0]}", expected=expected)
     if size_of_file(folder) is not None and not is_folder(folder):
         raise CannotWrite(path=folder, found="a file", expected=expected)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,16 +64,23 @@ def verify(args: argparse.Namespace) -> int:
     """Check all shards, then write index.json or report the problems. Return the exit code."""
     num_deep = _number_of_deep(args.deep)
     folder = DataFolder(args.output_dir)
+    return verify_shards(folder, given_of(args, WorkerSettings), is_fast=args.fast, num_deep=num_deep)
+
+
+def verify_shards(
+    folder: DataFolder, given: dict[str, Any], *, is_fast: bool = False, num_deep: int = 0
+) -> int:
+    """Check a data set as ``verify`` does. ``given``: flags of a worker, for the ``num_deep`` shards."""
     plan = need_plan(folder)
-    check: Check = "fast" if args.fast else "full"
+    check: Check = "fast" if is_fast else "full"
     makes_every = num_deep >= plan.num_shards
     standing = done.uncleared_findings(folder, plan.plan_id, "every" if makes_every else check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
     known = {} if num_deep else standing
-    manifests, problems = _check_shards(folder, plan, is_fast=args.fast, standing=known)
+    manifests, problems = _check_shards(folder, plan, is_fast=is_fast, standing=known)
     if num_deep and (makes_every or not problems):
-        again = _make_again(folder, plan, args, num_deep, again=standing, wrong=problems)
+        again = _make_again(folder, plan, given, num_deep, again=standing, wrong=problems)
         if again or problems:
             return _report_problems(folder, plan, {**again, **problems}, "every" if makes_every else "deep")
     if problems:
@@ -93,9 +101,9 @@ def verify(args: argparse.Namespace) -> int:
             raise
     sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
     # Only who has read every byte may call it verified.
-    compared = "checked manifests and sizes of" if args.fast else "verified"
+    compared = "checked manifests and sizes of" if is_fast else "verified"
     print_lines(f"{compared} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
-    if args.fast:
+    if is_fast:
         print_lines(f"to also check every byte: {commands.on('verify', folder)}")
     counts = {name: source.to_dict() for name, source in index.sources.items()}
     print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
@@ -153,7 +161,7 @@ def _some_id(folder: DataFolder, manifests: Sequence[Manifest]) -> str:
 def _make_again(
     folder: DataFolder,
     plan: Plan,
-    args: argparse.Namespace,
+    given: dict[str, Any],
     num_deep: int,
     *,
     again: Iterable[int],
@@ -170,7 +178,7 @@ def _make_again(
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(num_deep, len(full))), *again} - {*wrong})
-    settings = worker_settings(given_of(args, WorkerSettings))
+    settings = worker_settings(given)
     settings = dataclasses.replace(settings, engine="tokenizers", max_bad_fraction=1.0)
     worker = Worker(plan.at(settings.input_dir), folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: Problems = {}
@@ -231,7 +239,8 @@ def _print_problems(folder: DataFolder, problems: Problems) -> None:
         same = [shard_id for shard_id, error in problems.items() if type(error) is kind]
         for shard_id in same[:_MAX_PRINTED]:
             say(f"error: shard {shard_id:05d}: {problems[shard_id]}")
-        if ids := names.id_ranges(same[_MAX_PRINTED:]):
+        ids = names.id_ranges(same[_MAX_PRINTED:])
+        if ids:
             say(f"error: {shards_text(ids)}: the same; to make them again, run: {commands.run(folder, ids)}")
 
 
@@ -258,7 +267,8 @@ def _check_shards(
             what = f"was made from {num_bytes} input bytes, but the plan has {sizes[shard_id]}"
             raise errors.BrokenShard(f"{name} {what}")
         for what in ("ids", "digests"):
-            if (is_there := getattr(shard, what) is not None) != (what in plan.options.side_files()):
+            is_there = getattr(shard, what) is not None
+            if is_there != (what in plan.options.side_files()):
                 has = "has" if is_there else "has no"
                 raise errors.BrokenShard(f"the manifest of {name} {has} {what}, unlike the plan")
         if not is_fast:  # every byte of the tar is read once
@@ -351,8 +361,8 @@ def _check_ids(shard: Manifest, tar: files.HashedFile, records: IdxRecords) -> N
         for ids in ids_of(spec, records, tar.read):
             if shard.unblanked_sha256 is not None:
                 ids = ids[(ids != BLANK) & (ids != blank_id(vocab_size))]
-            if len(ids) and (largest := int(ids.max())) >= vocab_size:
-                found = f"{tar.path} contains the token id {largest}"
+            if len(ids) and ids.max() >= vocab_size:
+                found = f"{tar.path} contains the token id {ids.max()}"
                 raise errors.BrokenShard(f"{found}, the vocabulary has {vocab_size}")
     except (ValueError, OverflowError) as error:
         raise errors.BrokenShard(f"{tar.path} contains token ids that cannot be read ({error})") from None

@@ -110,7 +110,8 @@ class Program:
             message = str(error)
             code = error.exit_code
         except ModuleNotFoundError as error:
-            if (missing := missing_library(error, "this command")) is None:
+            missing = missing_library(error, "this command")
+            if missing is None:
                 raise
             message = missing
             code = UsageError.exit_code
@@ -133,7 +134,8 @@ class Program:
         if any(word in ("--version", "-V") for word in words[:2]):
             print_lines(f"shardprep {__version__}")
             raise SystemExit(0)
-        if with_nul := next((each for each in words if "\0" in each), None):
+        with_nul = next((each for each in words if "\0" in each), None)
+        if with_nul:
             raise UsageError(f"{with_nul!r} contains a NUL, which paths and names cannot; leave it out")
         name = name or self.name
         words = self._underscored(words)
@@ -268,7 +270,8 @@ def _hint_about_flags(parser: argparse.ArgumentParser, command: str, words: Sequ
         flag = word.partition("=")[0]
         if flag in flags or not re.match("-+[A-Za-z]", flag):
             continue
-        if meaning := meaning_of_flag(flag, command, flags):
+        meaning = meaning_of_flag(flag, command, flags)
+        if meaning:
             return f"{flag}: {meaning}"
         near = _nearest(flag, [each for each in flags if each.startswith("--")], cutoff=_NEAR_FLAG)
         return f"did you mean {near}?" if near else ""
@@ -278,7 +281,8 @@ def _hint_about_flags(parser: argparse.ArgumentParser, command: str, words: Sequ
 def _hint_about_words(parser: argparse.ArgumentParser, command: str, word: str) -> str:
     """Return a hint about a word that a command does not take, or ""."""
     flags = _flags_of(parser)
-    if meaning := meaning_of_flag(word, command, flags):
+    meaning = meaning_of_flag(word, command, flags)
+    if meaning:
         return meaning
     folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
     if folders and not word.startswith("-") and not _positionals_of(parser):

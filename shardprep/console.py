@@ -163,7 +163,8 @@ def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> li
             f"  {name}: {counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens{learnt}, "
             f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
         )
-    if (more := len(largest) - _MAX_NAMED) > 0:
+    more = len(largest) - _MAX_NAMED
+    if more > 0:
         lines.append(f"  and {more} more sources: {all_in} has them all")
     return lines
 

@@ -21,7 +21,8 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         expected = f"the folder of a tokenizer.json, here {folder}"
         raise NotFound(path=model_id, found="a file", expected=expected, remedy=folder)
-    if url := _URL.fullmatch(model_id):
+    url = _URL.fullmatch(model_id)
+    if url:
         raise NotFound(path=model_id, found="a URL", expected=f"a name, {url[1]}", remedy=url[1])
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -34,7 +35,8 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         reason = words_of_fault(error.__cause__ or error)
     # transformers gets the folder: given the name, it would ask the hub twelve more times, in 50 s.
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if isinstance(cached := try_to_load_from_cache(model_id, name), str):
+        cached = try_to_load_from_cache(model_id, name)
+        if isinstance(cached, str):
             return Path(cached).parent, str(Path(cached).parent)
     raise no_tokenizer(model_id, reason)
 

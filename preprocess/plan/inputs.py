@@ -238,7 +238,8 @@ def _beginning_of_text(path: Path) -> bytes | None:
     """Return the beginning of a file's text, or None if it cannot be read, which is reported later."""
     try:
         file = OpenInput(path)
-        if not (compression := input_kind(path.name).compression):
+        compression = input_kind(path.name).compression
+        if not compression:
             return file.read(0, _COMPARED_BYTES)
         span = (0, file.stamp.num_bytes)
         pieces = decompressed(file, COMPRESSIONS[compression], file.read_all, span, _COMPARED_BYTES, 0)

@@ -40,7 +40,8 @@ def read_files(folder: Path) -> Files | None:
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *COPIED):
         with contextlib.suppress(*files.NOT_THERE):
             contents[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
-            if (command := fetch_command(contents[name])) is not None:
+            command = fetch_command(contents[name])
+            if command is not None:
                 expected = f"the file itself; run in its repository: {command}"
                 raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
     return contents if TOKENIZER_FILE in contents else None

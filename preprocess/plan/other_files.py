@@ -195,7 +195,8 @@ def _kind_of(name: str, head: bytes) -> _Kind | None:
     for kind in _KINDS:
         if suffix and f".{suffix}" in kind.suffixes.split(" "):
             return kind
-    if is_compressed and (known := known_input_kind(stem)) and not known.format.can_be_compressed:
+    known = known_input_kind(stem) if is_compressed else None
+    if known is not None and not known.format.can_be_compressed:
         return _Kind(f"a compressed .{suffix}", "", "decompress it; it is compressed inside")
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
         return next(kind for kind in _KINDS if ".tar" in kind.suffixes)

@@ -164,7 +164,8 @@ def make_plan(
             else:
                 why = fast if isinstance(fast, str) else "its ids differ from those of tokenizers"
                 say(f"gigatoken is not used for this tokenizer ({why}); tokenizers is several times slower")
-        if line := document_ends_line(plan, resolved.reference, resolved.saved[names.TOKENIZER_FILE]):
+        line = document_ends_line(plan, resolved.reference, resolved.saved[names.TOKENIZER_FILE])
+        if line:
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
             todo = "add --append_eos, or train with seq_len=, which puts EOS after each document"

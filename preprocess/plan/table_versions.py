@@ -128,9 +128,11 @@ def _former_of_delta(folder: Path, paths: Mapping[str, str]) -> list[str]:
         for path in map(commits.__getitem__, numbers):
             for line in path.read_bytes().splitlines():
                 action = json.loads(line)
-                if added := action.get("add"):
+                added = action.get("add")
+                removed = action.get("remove")
+                if added:
                     vectors[added["path"]] = added.get("deletionVector")
-                elif removed := action.get("remove"):
+                elif removed:
                     vectors.pop(removed["path"], None)
     except ImportError:
         raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None

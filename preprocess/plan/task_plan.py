@@ -47,9 +47,8 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
         base = {}  # options of the planned record, such as seq_len, may not exist for the given one
     if {"text_field", "text_template"} & given.keys():  # each replaces the other
         base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
-    if differing := plan_options.option_differences(
-        plan.options, PrepConfig(**{**base, **given}), set(given)
-    ):
+    differing = plan_options.option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
+    if differing:
         found = "; ".join(differing)
         expected = "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")

@@ -145,7 +145,8 @@ def resolve_tokenizer(
     engine = reference_engine(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
     if facts is None:
         data = json_object(saved, TOKENIZER_FILE)
-        if dropout := (data.get("model") or {}).get("dropout"):
+        dropout = (data.get("model") or {}).get("dropout")
+        if dropout:
             found = f"model.dropout {dropout}, which gives a text other ids each time"
             raise errors.UsageError(path=model_id, found=found, expected="null, in a copy of the folder")
         vocab = tokenizer.call(_vocabulary)
@@ -234,7 +235,8 @@ def _saved_by_transformers(
     # transformers silently ignores parts of a configuration that it cannot read.
     wanted = special_tokens_of(json_object(given or saved, TOKENIZER_CONFIG))
     left = special_tokens_of(json_object(saved, TOKENIZER_CONFIG))
-    if lost := [role for role in wanted if wanted[role] and not left[role]]:
+    lost = [role for role in wanted if wanted[role] and not left[role]]
+    if lost:
         found = f"a {TOKENIZER_CONFIG} in which transformers found no {', '.join(lost)}; run this again"
         raise errors.ReadWriteError(path=name, found=found)
     return saved, load_tokenizer(folder / TOKENIZER_FILE), kind

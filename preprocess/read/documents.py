@@ -312,7 +312,8 @@ def _render(documents: DocumentBatch, template: ChatTemplate) -> DocumentBatch:
     documents = documents.with_texts(
         text if len(text.decode()) <= _MAX_MESSAGE_CHARS else _TOO_LONG for text in documents.texts
     )
-    if not (messages := [text.decode() for text in documents.texts]):
+    messages = [text.decode() for text in documents.texts]
+    if not messages:
         return documents
     try:
         rendered = render_conversations(template, messages)

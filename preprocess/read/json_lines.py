@@ -151,7 +151,8 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
         for number in _lines_at(_places_of_large_numbers(octets), starts):
             orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
         # Decode the values of lines with a backslash, all in one call.
-        if escaped := _lines_at(escapes, starts):
+        escaped = _lines_at(escapes, starts)
+        if escaped:
             texts = _unescaped([values[number] for number in escaped]).split(_BETWEEN_QUOTES)
             for number, text in zip(escaped, texts, strict=True):
                 values[number] = text
@@ -294,7 +295,8 @@ def record_of_line(line: bytes, fields: TextFields) -> tuple[Any, str | Unusable
             record = json.loads(line, object_pairs_hook=_Object)
         except ValueError:  # an integer with more digits than Python converts
             return None, _TOO_DEEP
-        if twice := next(_named_twice(record, fields), None):
+        twice = next(_named_twice(record, fields), None)
+        if twice:
             return record, UnusableText("bad_json", f"the key {twice} occurs twice in one object")
     text = fields.text(record)
     if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
@@ -346,7 +348,8 @@ def why_not_json(line: bytes) -> UnusableText:
         return UnusableText("bad_json", f"the line {what}")
     except ValueError:
         return _TOO_DEEP
-    if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
+    half = re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text)
+    if half:
         return UnusableText("surrogate", f"it has half of a surrogate pair, {half[0]} or another")
     return UnusableText("bad_json", "the line has NaN, Infinity or a number beyond 1.8e308")
 

@@ -247,7 +247,8 @@ class LineFormat:
         while position < end and (block := file.read(position, position + num_bytes)):
             if position + len(block) < size:
                 block = block.removesuffix(b"\r")  # it may be half of \r\n: read it again with the next block
-            if line_end := self.first_end(block):
+            line_end = self.first_end(block)
+            if line_end:
                 return position + line_end
             position += len(block)
             num_bytes = min(2 * num_bytes, _MAX_SCAN_BYTES)

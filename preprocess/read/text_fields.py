@@ -221,9 +221,10 @@ def from_json(text: str) -> Any:
 
 
 def parsed_if_json(value: Any) -> Any:
-    if not isinstance(value, str) or isinstance(parsed := from_json(value), UnusableText):
+    if not isinstance(value, str):
         return value
-    return parsed
+    parsed = from_json(value)
+    return value if isinstance(parsed, UnusableText) else parsed
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def done_manifest(
 
 def refuse_found(folder: DataFolder, findings: Mapping[int, Finding], shard_ids: Iterable[int]) -> None:
     """Raise BrokenShard if verify found one of these shards wrong."""
-    if wrong := sorted(findings.keys() & set(shard_ids)):
+    wrong = sorted(findings.keys() & set(shard_ids))
+    if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its remedy is for one shard
         found = f"shard {wrong[0]:05d}{more} is not done, because verify found it wrong: {what}"

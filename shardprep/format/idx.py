@@ -119,7 +119,8 @@ class IdxFile:
             if len(head) < HEADER_BYTES or head[:8] != header[:8]:
                 raise self._error(errors.BrokenShard, f"not an idx: begins {head[:8]!r}", f"{header[:8]!r}")
             values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (head, header))
-            if (version := int(values["version"])) != json_files.FORMAT_VERSION:
+            version = int(values["version"])
+            if version != json_files.FORMAT_VERSION:
                 raise json_files.unknown_version(self.file.path, version)
             for name in IDX_HEADER.names or ():
                 if values[name] != wanted[name]:
@@ -160,8 +161,8 @@ class IdxFile:
             found = ""
             if zlib.crc32(part.tobytes()) != self._crcs[chunk]:
                 found = f"damaged: wrong crc32 of the records from {chunk * CHUNK_RECORDS} on"
-            elif (last := int(part["offset"].max())) > MAX_OFFSET:
-                found = f"a sample at byte {last} of the tar"
+            elif part["offset"].max() > MAX_OFFSET:
+                found = f"a sample at byte {part['offset'].max()} of the tar"
             if found:
                 raise self._error(errors.BrokenShard, found)
             self._is_checked[chunk] = True

@@ -156,7 +156,8 @@ def read_index(folder: DataFolder) -> DatasetIndex:
                 raise json_files.wrong_value(
                     path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256"
                 )
-            if (num_rows := len(file.shards)) != file.spec.num_shards:
+            num_rows = len(file.shards)
+            if num_rows != file.spec.num_shards:
                 raise json_files.wrong_value(path, "shards", f"{num_rows} rows", f"{file.spec.num_shards}")
             return _index_of(
                 file.spec, file.shards, file.sources, file.blanked, lambda row: (path, f"shards[{row}]")
@@ -177,7 +178,8 @@ def read_index(folder: DataFolder) -> DatasetIndex:
         path = folder.path_of(names.manifest_name(present[-1]))
         expected = f"shards 0 to {num_shards - 1}; move it with its tar and idx to its own data set"
         raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
-    if missing := sorted(set(range(num_shards)) - set(present)):
+    missing = sorted(set(range(num_shards)) - set(present))
+    if missing:
         found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"
         raise errors.MissingShard(path=folder, found=found, remedy=remedy)
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

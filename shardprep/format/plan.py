@@ -355,7 +355,8 @@ def _open_plan(folder: DataFolder) -> Plan:
             raw += file.read(len(raw), min(file.num_bytes - len(raw), len(raw)))
     line = bytes(raw.partition(b"\n")[0])
     data = json_files.checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
-    if isinstance(options := data.get("options"), dict):
+    options = data.get("options")
+    if isinstance(options, dict):
         for name in options.keys() - {item.name for item in PLAN_FIELDS}:
             value = options.pop(name)  # an unknown option that is off changes nothing
             if value not in (False, "", None):  # 0 equals False

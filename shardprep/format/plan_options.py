@@ -206,7 +206,8 @@ class PlanOptions:
                 remedy = None if records == TEXTS else f"--record {records[0]}"
                 expected = f"--record {' or '.join(records)}, or no --{name}"
                 raise errors.UsageError(found=f"--{name}", expected=expected, remedy=remedy)
-        if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
+        unknown = {name.strip() for name in self.split.split(",") if name} - {*SPLITS}
+        if unknown:
             expected = f"some of {', '.join(SPLITS)} (valid, dev, eval in names are understood)"
             raise errors.UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
         if self.separator and self.doc != "line":

@@ -105,6 +105,15 @@ def test_no_function_below_a_main_of_slurm_or_lustre_takes_parsed_flags() -> Non
         assert path.name == "__main__.py" or "argparse" not in imports_of(path), path
 
 
+def test_only_the_function_of_a_command_takes_parsed_flags_in_preprocess() -> None:
+    """It has the name of its module. All others take typed arguments, so that commands can call them."""
+    for path in (ROOT / "preprocess").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and path.name != "__main__.py":
+                takes = [ast.unparse(each.annotation) for each in node.args.args if each.annotation]
+                assert "argparse.Namespace" not in takes or node.name == path.stem, f"{path}: {node.name}"
+
+
 def test_arrows_between_the_rooms_of_slurm_go_one_way() -> None:
     names = {path.stem for path in (ROOT / "slurm").glob("*.py")}
     assert names - {"__init__", "__main__"} == set(SLURM)

@@ -14,7 +14,6 @@ from typing import Any
 
 from shardprep.errors import UsageError
 
-
 _type_hints = functools.cache(typing.get_type_hints)  # 2 ms a class: each annotation is compiled anew
 
 

@@ -9,6 +9,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,12 +17,18 @@ from loader import TokenLoader
 from tests.oracle.forms import DataSets
 from tests.world import call_main, open_loader
 
+SVG = "{http://www.w3.org/2000/svg}"
+
 
 def deliver(loader: TokenLoader, num_steps: int) -> dict[str, Counter[tuple[int, int]]]:
     """Iterate some steps. Returns how often each sample of each source was delivered, by shard and number."""
     seen = {name: Counter[tuple[int, int]]() for name in loader.source_names}
     for batch in chain.from_iterable(repeat(loader)):
-        of_batch = {tuple(row[[0, 2, 3, 4]].tolist()) for row in batch["origins"]}  # rows have documents
+        origins = batch["origins"]
+        if loader.run.is_validation:  # rows that fill up the last step have no labels
+            has_label = (batch["labels"] != -100).any(dim=1)
+            origins = origins[has_label[origins[:, 0]]]
+        of_batch = {tuple(row[[0, 2, 3, 4]].tolist()) for row in origins}  # rows have documents
         for _, source, shard, sample in of_batch:
             seen[loader.source_names[source]][shard, sample] += 1
         if loader.num_steps_delivered == num_steps:
@@ -35,12 +42,16 @@ def test_a_forecast_equals_what_a_loader_delivers(
 ) -> None:
     drawn = random.Random(seed)
     options: dict[str, Any] = {"batch_size": 2, "seed": seed, "origins": True, "num_workers": 0}
-    kind = drawn.choice(["documents", "rows", "mixture", "amended", "grouped", "joined"])
-    data: Any = {"rows": rows, "joined": sets["documents"]}.get(kind, numbered)
+    kind = drawn.choice(["documents", "best_fit", "mixture", "amended", "grouped", "joined", "validation"])
+    data: Any = {"best_fit": rows, "joined": sets["documents"], "validation": sets["split"]}.get(
+        kind, numbered
+    )
     sizes = [(0, drawn.choice([2, 4])), (drawn.randint(2, 9), 4)]
     options["global_batch_size"] = sizes if drawn.random() < 0.5 else 4
     if kind == "joined":
         options["seq_len"] = drawn.choice([16, 64])
+    if kind == "validation":
+        options |= {"split": "validation", "global_batch_size": 4}
     if kind == "grouped":
         options |= {"group_by_length": 2, "global_batch_size": 4}
     if kind in ("mixture", "amended"):
@@ -73,24 +84,95 @@ def test_a_forecast_equals_what_a_loader_delivers(
         assert {number: count for number, count in enumerate(each.times_seen) if count} == +times
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_command_counts_the_shards_that_a_reader_opens(numbered: Path, mixed: bool) -> None:
+def test_the_command_counts_the_shards_that_readers_of_a_node_open(
+    numbered: Path, mixed: bool, world_size: int
+) -> None:
     tars = [numbered / f"part-0{number}.tar" for number in range(3)]
     data: Any = {"a": tars[:1], "b": tars[1:]} if mixed else tars
     words = [f"a={tars[0]}", f"b={tars[1]}", f"b={tars[2]}"] if mixed else [str(tar) for tar in tars]
-    options: dict[str, Any] = {"model_id": numbered, "num_workers": 0, "batch_size": 8}
+    options: dict[str, Any] = {"model_id": numbered, "num_workers": 0, "batch_size": 8 // world_size}
     if mixed:
         words += ["--weights", '{"a": 1, "b": 2}', "--weights_in", "samples"]
         options |= {"weights": {"a": 1, "b": 2}, "weights_in": "samples"}
     words += ["--global_batch_size", "8", "--num_workers", "1", "--model_id", str(numbered)]
-    ended = call_main("forecast", *words, "--num_steps", 9, "--first_steps", 6, "--json")
+    words += ["--world_size", str(world_size)]
+    ended = call_main("forecast", *words, "--num_steps", 9, "--step_s", 10, "--json")
     (reads,) = json.loads(ended.out)["reads"]
-    with open_loader(data, **options) as loader:
+    opened_in = Counter[int]()  # by step
+    for rank in range(world_size):
         module = "loader.read.reading.OpenShard"
-        with mock.patch(module, wraps=__import__("loader.read.reading", fromlist=["x"]).OpenShard) as opened:
-            for _ in islice(loader, 6):
-                pass
-    assert reads["num_opened"] == opened.call_count > 0
+        real = __import__("loader.read.reading", fromlist=["x"]).OpenShard
+        with (
+            open_loader(data, rank=rank, world_size=world_size, **options) as loader,
+            mock.patch(module, wraps=real) as opened,
+        ):
+            num_opened = 0
+            for step, _ in enumerate(islice(loader, 6)):
+                opened_in[step] += opened.call_count - num_opened
+                num_opened = opened.call_count
+    assert reads["num_opened"] == opened_in.total() > 0
+    assert reads["most_opened"] == max(opened_in.values())
+    assert reads["num_files"] == opened_in.total()  # a tar of another tool has no idx, and none is closed
+
+
+def test_a_copy_by_stage_has_the_bytes_of_the_forecast(sets: DataSets, tmp_path: Path) -> None:
+    words = [sets["concat"], "--num_steps", 1, "--json"]
+    num_bytes = json.loads(call_main("forecast", *words, "--disk", "1K").out)["staged_bytes"]
+    call_main("stage", sets["concat"], "--to", tmp_path / "copy")
+    copied = [path for suffix in ("tar", "idx") for path in (tmp_path / "copy").glob(f"shard-*.{suffix}")]
+    assert num_bytes == sum(path.stat().st_size for path in copied) > 1024
+    for size, fits in (("1K", False), (str(num_bytes), True)):
+        assert json.loads(call_main("forecast", *words, "--disk", size).out)["fits_disk"] is fits
+
+
+@pytest.mark.parametrize("step_samples", [None, 4])
+def test_a_proxy_repeats_each_source_as_often_as_its_run(
+    numbered: Path, tmp_path: Path, step_samples: int | None
+) -> None:
+    """Of "a" a third is one shard of three, of "b" one of three, too; they are not equally large."""
+    tars = [numbered / f"part-0{number}.tar" for number in range(3)]
+    words = [f"{name}={tar}" for name in "ab" for tar in tars] + ["--model_id", numbered]
+    weights = [[0, {"a": 1, "b": 3}], [320, {"a": 2, "b": 1}]]
+    shape = ["--weights", json.dumps(weights), "--weights_in", "samples", "--global_batch_size", 8]
+    large = call_main("forecast", *words, *shape, "--num_steps", 1000, "--json").out
+    (tmp_path / "run.json").write_text(large)
+    smaller = [] if step_samples is None else ["--global_batch_size", step_samples]
+    words += ["--like", tmp_path / "run.json", "--scale", "0.34", *smaller]
+    found = json.loads(call_main("forecast", *words, "--json").out)
+    proxy = found["proxy"]
+    assert proxy["input_shards"] == {"a": [str(tars[0])], "b": [str(tars[0])]}
+    assert proxy["num_steps"] == 1000 * 0.34 * 8 / (step_samples or 8)
+    options: dict[str, Any] = {name: proxy[name] for name in ("weights", "global_batch_size")}
+    options |= {"model_id": numbered, "num_workers": 0, "batch_size": 1, "weights_in": "samples"}
+    with open_loader(proxy["input_shards"], **options, origins=True) as loader:
+        deliver(loader, proxy["num_steps"])
+        epochs = loader.source_epochs
+    assert {each["name"]: each["epochs"] for each in found["sources"]} == epochs
+    # An epoch leaves out what fills no step: 4 of 36 samples in a proxy this small, so compare samples.
+    for each, of_proxy in zip(json.loads(large)["sources"], found["sources"], strict=True):
+        repeats = each["num_delivered"] / each["num_samples"]
+        assert of_proxy["num_delivered"] / of_proxy["num_samples"] == pytest.approx(repeats, rel=0.03)
+
+
+def test_a_picture_shows_the_epochs_of_each_source(numbered: Path, tmp_path: Path) -> None:
+    tar = numbered / "part-00.tar"
+    words = [f"<a={tar}", f"b={tar}", "--weights", '[[0, {"<a": 1, "b": 3}], [64, {"<a": 1, "b": 1}]]']
+    words += ["--model_id", str(numbered), "--num_steps", "100", "--picture", str(tmp_path / "run.svg")]
+    found = json.loads(call_main("forecast", *words, "--json").out)["sources"]
+    drawn = ElementTree.parse(tmp_path / "run.svg").getroot()
+    texts = [each.text or "" for each in drawn.iter(f"{SVG}text")]
+    for source in found:
+        assert any(text.startswith(source["name"]) and f"{source['epochs']:.3f}" in text for text in texts)
+    lines = [each.attrib["points"].split() for each in drawn.iter(f"{SVG}polyline")]
+    assert len(lines) == len(found)
+    for points in lines:
+        heights = [float(point.split(",")[1]) for point in points]
+        assert heights == sorted(heights, reverse=True)  # the page begins at the top
+    (tmp_path / "other.svg").write_text("<svg>mine</svg>")
+    call_main("forecast", *words[:-1], tmp_path / "other.svg").ends(78)
+    assert (tmp_path / "other.svg").read_text() == "<svg>mine</svg>"
 
 
 def test_a_forecast_of_a_state_is_that_of_its_run(numbered: Path, tmp_path: Path) -> None:

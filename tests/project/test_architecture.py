@@ -185,6 +185,7 @@ AROUND_FOLDERS = {
     "loader/read/finding.py": "patterns and tars of other tools",
     "loader/batch/stream.py": "the user's script",
     "loader/read/tokenizer.py": "a model's folder",
+    "loader/train/forecast.py": "a forecast that the user names, and a picture",
     "loader/train/where.py": "a state that the user names",
     "lustre/__main__.py": "names for a table",
     "lustre/layout.py": "a new file that keeps a layout, created exclusively",

@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     text = "the run's input_shards; in a mixture NAME=PATH, once for each folder of a source"
     parser.add_argument("input_shards", metavar="DATA", nargs="+", help=text)
-    parser.add_argument("--num_steps", type=int, help="training steps, from 0; needed but with --like")
+    parser.add_argument("--num_steps", type=int, help="training steps, from 0 (default: those of --like)")
     text = "checkpoint whose run is meant (default: the run of the other flags)"
     parser.add_argument("--state", type=Path, help=text)
     text = 'as JSON: {"web": 0.7, "code": 0.3}, or by step (default: one source without a name)'
@@ -60,13 +60,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks_per_node", type=int, default=8, help=text)
     text = "seconds of a step; a node's reads are those of the first minute (default: 1)"
     parser.add_argument("--step_s", type=float, default=1.0, help=text)
-    text = "say whether 'stage' fits a node's disk of this size, such as 2T"
+    text = "say whether a copy by stage fits a disk of this size, such as 2T (default: not)"
     parser.add_argument("--disk", metavar="SIZE", help=text)
-    text = "find shards and steps with the same epochs as RUN: a file of forecast --json"
+    text = "find shards and steps with the same epochs as RUN: a file of forecast --json (default: none)"
     parser.add_argument("--like", type=Path, metavar="RUN", help=text)
     text = "size of the small run, relative to RUN (default: 0.1)"
     parser.add_argument("--scale", type=float, default=0.1, help=text)
-    text = "draw the epochs of sources over steps as an SVG"
+    text = "draw the epochs of sources over steps as an SVG (default: no picture)"
     parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 

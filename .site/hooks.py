@@ -47,5 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_context: Any) -> str:
 def on_post_build(config: Any) -> None:
     """Write llms.txt (llmstxt.org): the pages, each with its first paragraph."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
-    lines += [f"- [{title}]({url}): {text}" for url, (title, text) in _first_lines.items()]
+    first = sorted(_first_lines, key=lambda url: url not in ("", "./"))  # the README
+    for url in first:
+        title, text = _first_lines[url]
+        lines.append(f"- [{title}]({url or './'}): {text}")
     Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

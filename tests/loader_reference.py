@@ -17,11 +17,24 @@ HEAD = """\
 The arguments of `get_llama3_dataloader` and the members of the loader that it returns;
 [training.md](training.md) shows how to use them. `python -m tests.loader_reference` generates this page.
 
+## At a glance
+
+Most training scripts need five arguments:
+
 ```python
 from loader import get_llama3_dataloader  # or: from shardprep import get_llama3_dataloader
+
+loader = get_llama3_dataloader(
+    "DATA",  # input_shards: a folder, tars, or a dict of several sources
+    batch_size=8,  # samples per batch on each rank
+    global_batch_size=256,  # samples per optimizer step on all ranks; with the seed it determines the order
+    boundaries="transformers",  # for packed rows: attention stays inside each document
+    num_workers=4,  # reading processes per rank
+)
 ```
 
-You may pass `input_shards`, `batch_size` and `model_id` by position; pass all others by name.
+The others have defaults, and are below by question. `input_shards`, `batch_size` and `model_id` may be
+passed by position. Names that torch's DataLoader has mean the same here.
 
 ## Arguments of get_llama3_dataloader
 """

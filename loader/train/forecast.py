@@ -19,12 +19,12 @@ from loader.token_loader import TokenLoader
 from loader.train.forecast_picture import PICTURE_BEGINS, picture
 from loader.train.proxy import Proxy, proxy_of
 from loader.train.where import find_state, named_sources, options_of_state
-from shardprep.command_line import parse_size
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import NotFound, UsageError
-from shardprep.files import publish_bytes
-from shardprep.folders import refuse_foreign_file
 from shardprep.format.json_files import load_json
+from shardprep.option_flags import parse_size
+from shardprep.output_folder import refuse_foreign_file
+from shardprep.publishing import publish_bytes
 
 _FOLLOWED_NODES = 2
 _MINUTE_S = 60

@@ -98,8 +98,11 @@ def duplicates(args: argparse.Namespace) -> int:
             for manifest in done_manifests(folder, plan.plan_id, range(plan.num_shards)):
                 stamp = manifest.digests
                 if stamp is None:
-                    expected = "those of plan --digests; plan again with it, into a new folder"
-                    raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
+                    expected = "those of plan --digests"
+                    advice = "plan again with it, into a new folder"
+                    raise UsageError(
+                        path=folder, found="no digests", expected=expected, advice=advice, remedy="--digests"
+                    )
                 shards.append(_Shard(folder, plan.at(where.input_dir), reader, manifest.shard_id, stamp))
         given.check_all_used()
         # Find the groups of equal documents, one part of the digests at a time.

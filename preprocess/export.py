@@ -416,8 +416,10 @@ def _claim(folder: OutputFolder, settings: dict[str, Any]) -> None:
             previous = load_json(folder.read(_SETTINGS, max_bytes=1 << 20))
         if previous == "another":
             raise
-        expected = f"{settings}; use a new folder for --output_dir"
-        raise Refused(path=error.path, found=f"an export of {previous!r:.200}", expected=expected) from None
+        advice = "use a new folder for --output_dir"
+        raise Refused(
+            path=error.path, found=f"an export of {previous!r:.200}", expected=settings, advice=advice
+        ) from None
     except (CannotWrite, ReadWriteError):
         # An equal export that was faster may have removed this one's temporary file at any time.
         if folder.size_of(_SETTINGS) is None:

@@ -204,8 +204,9 @@ def _read_evaluation(path: Path, options: dict[str, Any], given: GivenInputs) ->
             evals.append((f"{documents.input_path}:{offset}", text))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.most_common()) or "no document"
     if not evals:
-        expected = "the documents of an evaluation; the field of their text is named by --text_field"
-        raise BadInput(path=path, found=reasons, expected=expected)
+        expected = "the documents of an evaluation"
+        advice = "the field of their text is named by --text_field"
+        raise BadInput(path=path, found=reasons, expected=expected, advice=advice)
     if bad:
         say(f"warning: {counted(bad.total(), 'document')} of the evaluation left out ({reasons})")
     return evals

@@ -56,7 +56,7 @@ def check_names_are_utf8(*paths: str) -> None:
         return
     shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
     found = f"{shown}names of files are {encoding} to this Python, by its locale"
-    raise UsageError(found=found, expected="utf-8; first type: export PYTHONUTF8=1")
+    raise UsageError(found=found, expected="utf-8", advice="first type: export PYTHONUTF8=1")
 
 
 @dataclass(frozen=True)

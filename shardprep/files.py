@@ -205,8 +205,11 @@ class ReadFile:
     def read(self, offset: int, num_bytes: int) -> bytearray:
         """Return exactly ``num_bytes`` from an offset. The file's size is checked before allocation."""
         if offset + num_bytes > self.num_bytes:
-            expected = f"to contain bytes {offset} to {offset + num_bytes}; was it replaced?"
-            raise BrokenShard(path=self.path, found=f"{self.num_bytes} bytes", expected=expected)
+            expected = f"to contain bytes {offset} to {offset + num_bytes}"
+            advice = "was it replaced?"
+            raise BrokenShard(
+                path=self.path, found=f"{self.num_bytes} bytes", expected=expected, advice=advice
+            )
         data = bytearray(num_bytes)
         view = memoryview(data)
         done = 0

@@ -194,7 +194,9 @@ class Folder:
         num_bytes = os.fstat(handle).st_blocks * _STAT_BLOCK_BYTES
         if num_bytes < wanted_bytes:
             found = f"{status.st_size} bytes, of which only {num_bytes} are on disk: the rest is a hole"
-            raise BrokenShard(path=self.path_of(name), found=found, expected="a whole file; copy it again")
+            raise BrokenShard(
+                path=self.path_of(name), found=found, expected="a whole file", advice="copy it again"
+            )
 
     def open(self, name: str) -> ReadFile:
         """Open a regular file. Raises FileNotFoundError, NotADirectoryError, BrokenShard or OSError."""
@@ -343,8 +345,11 @@ class Folder:
         with contextlib.suppress(*files.NOT_THERE, BrokenShard):
             existing = self.read(name, max_bytes=len(content))
         if existing != content:
-            expected = f"nothing, or {what}; move it away, or name another folder"
-            raise Refused(path=self.path_of(name), found="another file, which stays", expected=expected)
+            expected = f"nothing, or {what}"
+            advice = "move it away, or name another folder"
+            raise Refused(
+                path=self.path_of(name), found="another file, which stays", expected=expected, advice=advice
+            )
 
     def publish_copy(self, name: str, source: Folder, stamp: FileStamp | None = None) -> FileStamp:
         """Publish a copy of the file of this name in another folder. Return the stamp of what was read.

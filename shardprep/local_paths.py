@@ -27,8 +27,9 @@ def check_local_path(text: str, name: str) -> None:
     each path that a user types or passes goes through here, before it becomes a Path.
     """
     if not text.strip():
-        expected = "a path; is the variable set that the command uses?"
-        raise UsageError(found=f"{name} {text!r}", expected=expected)
+        expected = "a path"
+        advice = "is the variable set that the command uses?"
+        raise UsageError(found=f"{name} {text!r}", expected=expected, advice=advice)
     match = _URL.match(text)
     if match is None:
         return

@@ -54,5 +54,6 @@ def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
         raise CannotWrite(path=path, found="a folder", expected="a file, or a name that is free")
     beginning = folder.read_beginning(path.name, _BEGINNING_BYTES)
     if beginning and ours.match(beginning) is None:
-        expected = "a name for a new file, or a file that this command wrote; move it away"
-        raise Refused(path=path, found="another file, which stays", expected=expected)
+        expected = "a name for a new file, or a file that this command wrote"
+        advice = "move it away"
+        raise Refused(path=path, found="another file, which stays", expected=expected, advice=advice)

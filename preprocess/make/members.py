@@ -60,8 +60,9 @@ class DocumentMembers:
         sizes = np.stack([num_bytes for _, num_bytes, _ in fields], axis=1)
         if (largest := sizes.max(initial=0)) > names.MAX_MEMBER_BYTES:
             found = f"a document of {documents.input_path} whose member has {largest} bytes"
-            expected = f"at most {names.MAX_MEMBER_BYTES}; use --record packed, or split the document"
-            raise BadInput(found=found, expected=expected)
+            expected = f"at most {names.MAX_MEMBER_BYTES}"
+            advice = "use --record packed, or split the document"
+            raise BadInput(found=found, expected=expected, advice=advice)
         # Each payload follows its header and fills whole blocks: int64[documents, fields].
         padded = -(-sizes // names.BLOCK_BYTES) * names.BLOCK_BYTES
         ends = np.cumsum(padded + names.BLOCK_BYTES).reshape(padded.shape)

@@ -62,8 +62,11 @@ def stamp_inputs(
         file = OpenInput(path)
         size = file.stamp.num_bytes
         if size <= inputs.MOST_POINTER_BYTES and (command := inputs.fetch_command(file.read(0, size))):
-            expected = f"the file itself; run in its repository: {command}"
-            raise BadInput(path=path, found="a pointer to a file that was not fetched", expected=expected)
+            expected = "the file itself"
+            advice = f"run in its repository: {command}"
+            raise BadInput(
+                path=path, found="a pointer to a file that was not fetched", expected=expected, advice=advice
+            )
         name = str(path).removeprefix(root)
         kind = input_kind(path.name)
         here = fields.of_file(name)
@@ -123,8 +126,9 @@ def divide_inputs(
     paths = listing.paths
     for path in paths:
         if config.is_chat and not input_kind(path.name).format.has_fields:
-            expected = "JSON lines and tables, from which --record chat reads messages; move it away"
-            raise UsageError(path=path, found="text", expected=expected)
+            expected = "JSON lines and tables, from which --record chat reads messages"
+            advice = "move it away"
+            raise UsageError(path=path, found="text", expected=expected, advice=advice)
     refuses = config.max_bad_fraction < 1
     weighed = stamp_inputs(config.input_dir, paths, config, looks=looks, refuses=refuses)
     inputs = [item.file for item in weighed]

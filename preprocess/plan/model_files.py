@@ -42,8 +42,11 @@ def read_files(folder: Path) -> Files | None:
             contents[name] = files.read_regular(folder / name, max_bytes=names.MAX_TOKENIZER_BYTES)
             command = fetch_command(contents[name])
             if command is not None:
-                expected = f"the file itself; run in its repository: {command}"
-                raise errors.NotFound(path=folder / name, found="a pointer to a file", expected=expected)
+                expected = "the file itself"
+                advice = f"run in its repository: {command}"
+                raise errors.NotFound(
+                    path=folder / name, found="a pointer to a file", expected=expected, advice=advice
+                )
     return contents if TOKENIZER_FILE in contents else None
 
 

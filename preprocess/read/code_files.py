@@ -64,8 +64,9 @@ class CodeFiles:
 
     def _read(self, name: str, path: Path) -> None:
         if len(self.contents) == _MAX_FILES:
-            expected = f"at most {_MAX_FILES} files; name a smaller folder"
-            raise UsageError(found="--transform_files", expected=expected)
+            expected = f"at most {_MAX_FILES} files"
+            advice = "name a smaller folder"
+            raise UsageError(found="--transform_files", expected=expected, advice=advice)
         try:
             content, status = read_with_status(path, max_bytes=_MAX_FILE_BYTES)
         except NOT_THERE:

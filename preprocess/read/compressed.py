@@ -127,8 +127,9 @@ def decompressed(
             break
         if not data.startswith(compression.magics):
             found = f"{data[:8]!r} at byte {position - len(data)}"
-            expected = f"{compression.magics[0]!r} of {compression.name}; rename or move it, and plan again"
-            raise BadInput(path=file.path, found=found, expected=expected)
+            expected = f"{compression.magics[0]!r} of {compression.name}"
+            advice = "rename or move it, and plan again"
+            raise BadInput(path=file.path, found=found, expected=expected, advice=advice)
         padding = compression.padding
         stream = compression.open(data, zstd_long)
         while not stream.eof:
@@ -143,9 +144,12 @@ def decompressed(
                 if compression.name == "zstd" and "too much memory" in str(error):
                     found = f"a zstd window above the limit, before byte {position}"
                     flag = "--zstd_long 31"
-                    expected = f"at most 128 MiB; plan with {flag}, which may take 2 GiB in each task, or "
-                    expected += f"decompress it: zstd -d --long=31 {file.path}"
-                    raise BadInput(path=file.path, found=found, expected=expected, remedy=flag) from None
+                    expected = "at most 128 MiB"
+                    advice = f"plan with {flag}, which may take 2 GiB in each task, or "
+                    advice += f"decompress it: zstd -d --long=31 {file.path}"
+                    raise BadInput(
+                        path=file.path, found=found, expected=expected, advice=advice, remedy=flag
+                    ) from None
                 what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise inputs.unreadable(file, what) from None
             data = b""

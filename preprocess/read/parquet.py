@@ -110,8 +110,11 @@ class Parquet:
                 is_encrypted = int.from_bytes(tail[:4], "little") == signed_bytes
             if not is_encrypted:
                 return table, stream, fields_in(file, table.schema_arrow, fields)
-        expected = "Parquet without encryption; write it again, or move it away, and plan again"
-        raise BadInput(path=file.path, found="an encrypted or a signed footer", expected=expected)
+        expected = "Parquet without encryption"
+        advice = "write it again, or move it away, and plan again"
+        raise BadInput(
+            path=file.path, found="an encrypted or a signed footer", expected=expected, advice=advice
+        )
 
 
 def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:

@@ -173,8 +173,9 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
         why = str(error)
     if why or not paths:
         found = f"--text_template {template!r} ({why or 'it names no field'})"
-        expected = "one such as '{input}\\n\\n{output}'; braces are {{ and }}"
-        raise UsageError(found=found, expected=expected)
+        expected = "one such as '{input}\\n\\n{output}'"
+        advice = "braces are {{ and }}"
+        raise UsageError(found=found, expected=expected, advice=advice)
     return paths, literals
 
 

@@ -65,9 +65,9 @@ class Transform:
         self.sha256 = self.files.sha256
         self.cpu_s = 0.0  # so far, in the function
         if planned_sha256 not in (None, self.sha256):
-            expected = f"{str(planned_sha256)[:12]} of the planned function; a copy is in "
-            expected += f"DATA/{TRANSFORM_DIR}/; restore the function, or plan into a new folder"
-            raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected)
+            expected = f"{str(planned_sha256)[:12]} of the planned function"
+            advice = f"a copy is in DATA/{TRANSFORM_DIR}/; restore the function, or plan into a new folder"
+            raise Refused(path=path, found=f"sha256 {self.sha256[:12]}", expected=expected, advice=advice)
         self._code = UserCode(self.files)
         self._function: Any = None
 
@@ -84,8 +84,9 @@ class Transform:
             # A file that is not there is like a module that is not there.
             is_lasting = isinstance(error, (*NOT_THERE, PermissionError)) or _is_import(error)
             if passing_error(error) is not None and not is_lasting:
-                expected = "transform(record); this may pass: run this again"
-                raise ReadWriteError(path=self.path, found=found, expected=expected) from None
+                expected = "transform(record)"
+                advice = "this may pass: run this again"
+                raise ReadWriteError(path=self.path, found=found, expected=expected, advice=advice) from None
             missing = self._missing_module(error)
             raise missing or UsageError(path=self.path, found=found, expected="transform(record)") from None
         function = vars(module).get("transform")
@@ -219,8 +220,9 @@ def transform_of(data_dir: DataFolder, options: PlanOptions, path: Path | None) 
         flags = shlex.join(commands.flags_of_input(data_dir))
         raise UsageError(path=data_dir, found=found, expected=f"its file: {flags}", remedy=flags)
     if not planned:
-        expected = "none, as the plan has no function; or plan with it into a new folder"
-        raise UsageError(found=f"--transform {path}", expected=expected)
+        expected = "none, as the plan has no function"
+        advice = "or plan with it into a new folder"
+        raise UsageError(found=f"--transform {path}", expected=expected, advice=advice)
     transform = Transform(path, options.transform_files, planned)
     transform.load()
     return transform

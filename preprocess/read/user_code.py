@@ -161,7 +161,7 @@ class UserCode:
             is_module = self.files.module_file(top) is not None or self.files.has_modules_in(top)
             if is_module and (top in sys.stdlib_module_names or top in sys.modules or _is_installed(top)):
                 found = f"--transform_files with {top}, which hides Python's module of this name"
-                raise UsageError(found=found, expected="a name that no library has; rename it")
+                raise UsageError(found=found, expected="a name that no library has", advice="rename it")
         spec = self.spec_of(_MODULE_NAME, self.files.path.name)
         module = importlib.util.module_from_spec(spec)
         self.module_names.add(_MODULE_NAME)

@@ -73,8 +73,11 @@ class WebArchive:
     def __init__(self, suffix: str) -> None:
         """``suffix``: of a compressed file. Raises UsageError if it is another one than .gz."""
         if suffix not in ("", ".gz"):
-            expected = ".warc.gz or .wet.gz, with a member of gzip for each record; decompress it"
-            raise UsageError(found=f"a web archive with the suffix {suffix}", expected=expected)
+            expected = ".warc.gz or .wet.gz, with a member of gzip for each record"
+            advice = "decompress it"
+            raise UsageError(
+                found=f"a web archive with the suffix {suffix}", expected=expected, advice=advice
+            )
         self.is_compressed = bool(suffix)
 
     def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:  # noqa: ARG002
@@ -89,8 +92,9 @@ class WebArchive:
             pieces = decompressed(file, COMPRESSIONS[".gz"], file.read_all, (0, size), _HEAD_TEXT_BYTES, 0)
             head, num_read = next(pieces)
         if not head.startswith(_MAGIC):
-            expected = f"{_MAGIC!r} of a web archive; rename it, or move it away, and plan again"
-            raise BadInput(path=file.path, found=f"{head[:8]!r}", expected=expected)
+            expected = f"{_MAGIC!r} of a web archive"
+            advice = "rename it, or move it away, and plan again"
+            raise BadInput(path=file.path, found=f"{head[:8]!r}", expected=expected, advice=advice)
         text_bytes = len(head) * size // max(1, num_read) if self.is_compressed else size
         return Inspected(text_bytes, is_whole=not self.is_compressed)
 

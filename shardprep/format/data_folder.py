@@ -79,5 +79,6 @@ def refuse_foreign_files(folder: DataFolder, own: Mapping[str, FileStamp] | None
     for name, stamp in (own or {}).items():
         if folder.status_of(name) is not None and folder.stamp_of(name) != stamp:
             found = "another file, which stays"
-            expected = "nothing, or the one that this command writes; move it away, or name another folder"
-            raise Refused(path=folder.path_of(name), found=found, expected=expected)
+            expected = "nothing, or the one that this command writes"
+            advice = "move it away, or name another folder"
+            raise Refused(path=folder.path_of(name), found=found, expected=expected, advice=advice)

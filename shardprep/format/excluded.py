@@ -49,8 +49,8 @@ def read_excluded(folder: DataFolder, sha256: str) -> DocumentNames:
         raw = b""
         sha256_here = "missing"
     if sha256_here != sha256:
-        expected = f"{sha256[:12]}; run the plan command again with the same --exclude list"
-        raise BrokenShard(path=path, found=f"sha256 {sha256_here[:12]}", expected=expected)
+        advice = "run the plan command again with the same --exclude list"
+        raise BrokenShard(path=path, found=f"sha256 {sha256_here[:12]}", expected=sha256[:12], advice=advice)
     return DocumentNames(keys=as_digests(path, raw))
 
 

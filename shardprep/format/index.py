@@ -176,8 +176,11 @@ def read_index(folder: DataFolder) -> DatasetIndex:
     num_shards = read_manifest(folder, present[0]).spec.num_shards
     if present[-1] >= num_shards:
         path = folder.path_of(names.manifest_name(present[-1]))
-        expected = f"shards 0 to {num_shards - 1}; move it with its tar and idx to its own data set"
-        raise errors.OtherPlan(path=path, found="a shard of another data set", expected=expected)
+        expected = f"shards 0 to {num_shards - 1}"
+        advice = "move it with its tar and idx to its own data set"
+        raise errors.OtherPlan(
+            path=path, found="a shard of another data set", expected=expected, advice=advice
+        )
     missing = sorted(set(range(num_shards)) - set(present))
     if missing:
         found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"

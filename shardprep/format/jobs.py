@@ -109,7 +109,9 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
         except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
-            raise errors.BrokenShard(path=path, found=problem, expected="one; move it away") from None
+            raise errors.BrokenShard(
+                path=path, found=problem, expected="one", advice="move it away"
+            ) from None
         submissions.append(dataclasses.replace(submission, is_own=is_own_file(status)))
     return submissions
 

@@ -379,5 +379,8 @@ def _python_encoding(name: str) -> str:
             return codec
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise errors.UsageError.of_value("--encoding", name, "one such as utf-8 or cp949") from None
-    expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
-    raise errors.UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")
+    expected = "a superset of ASCII, in whose bytes line ends can be found"
+    advice = "convert the files first"
+    raise errors.UsageError(
+        found=f"--encoding {name}", expected=expected, advice=advice, remedy=f"iconv -f {name} -t utf-8"
+    )

@@ -55,8 +55,9 @@ def refuse_other_tokenizer(folder: DataFolder, wanted: dict[str, FileStamp]) -> 
         check_tokenizer_files(folder, wanted)
     except (errors.OtherTokenizer, errors.NotFound, errors.BrokenShard) as error:
         found = f"{error.found}, in a folder of somebody else, or of another plan"
-        expected = f"no {names.TOKENIZER_DIR} there, or the same; move it away, or use another folder"
-        raise errors.Refused(path=error.path, found=found, expected=expected) from None
+        expected = f"no {names.TOKENIZER_DIR} there, or the same"
+        advice = "move it away, or use another folder"
+        raise errors.Refused(path=error.path, found=found, expected=expected, advice=advice) from None
 
 
 def _read_stamped(folder: DataFolder, name: str, stamp: FileStamp, *, keeps: bool) -> tuple[bytes, str]:

@@ -24,11 +24,6 @@ from tests.children import run_child
 from tests.world import call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-# These modules start first, in this order, so that no long one starts last. The two on clusters mostly wait.
-LONGEST = (
-    "slurm_operations batch_scripts wheel runs tokenizers faults input_files sizes_and_types plan "
-    "transform security streams law chat surroundings overlap other_commands batches states"
-)
 # No property test has a deadline, because the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -75,11 +70,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks and any(f"pytest.mark.{layer}" in marks[1] for layer in layers) else None
 
 
+def _rank(item: pytest.Item) -> tuple[int, int]:
+    """Return when a test starts: first long modules on a cluster, which mostly wait, then other long ones."""
+    is_on_cluster = item.get_closest_marker("slurm") is not None
+    is_long = item.get_closest_marker("long") is not None
+    if not is_long:
+        return 2, 0
+    return 0 if is_on_cluster else 1, -item.path.stat().st_size
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the selected layer, the longest modules first."""
     slow = {item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))}
-    ranks = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    items.sort(key=_rank)
     wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
     others = set()
     for item in items:

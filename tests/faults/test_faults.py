@@ -12,6 +12,7 @@ import pytest
 from tests.children import run_child
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.processes,
     pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to compile os_calls.c"),
     pytest.mark.timeout(1800),  # they need much CPU time, and the machine may be busy

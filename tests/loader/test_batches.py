@@ -30,6 +30,8 @@ from tests.oracle.forms import DataSets
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, epoch_of, ids_of, open_loader, refuses
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from typing_extensions import assert_type
 

@@ -27,6 +27,8 @@ from tests.forged import checksum_of_state
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import ids_of, open_loader, refuses
 
+pytestmark = pytest.mark.long
+
 Sources = dict[str, Path]
 STEPS, MICRO = 13, 4  # global batches of 8 in an epoch of 107 samples; batches of 2 in a global batch
 WORKERS: list[Any] = [

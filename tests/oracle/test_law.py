@@ -30,6 +30,8 @@ from tests.oracle.law import Run, Sample, Source, Weights
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import Ranks, World, call_main
 
+pytestmark = pytest.mark.long
+
 IS_CAMPAIGN = os.environ.get("LAW") == "all"
 NUM_HISTORIES = {"plain": 40, "mixed": 95} if IS_CAMPAIGN else {"plain": 2, "mixed": 2}
 NUM_RULES = 12 if IS_CAMPAIGN else 6  # per history

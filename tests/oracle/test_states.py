@@ -15,6 +15,8 @@ import pytest
 from loader import ShardprepError, UsageError
 from tests.world import Ranks, World, hostile_text
 
+pytestmark = pytest.mark.long
+
 MIXED = {"weights": {"ko": 2, "en": 1}, "weights_in": "samples", "global_batch_size": 6}
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"global_batch_size": 6},

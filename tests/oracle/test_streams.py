@@ -23,6 +23,8 @@ import pytest
 from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, SHARDPREP_SETS, WORLD_SIZES, DataSets
 from tests.world import GlobalBatch
 
+pytestmark = pytest.mark.long
+
 PATH = Path(__file__).with_name("frozen.json")
 # ``streams``: form -> field -> a hash per step. ``members``: data set -> a dict per shard.
 TABLE: dict[str, Any] = json.loads(PATH.read_bytes())

@@ -31,7 +31,7 @@ from tests.oracle.test_done import forge, with_field
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
 
-pytestmark = pytest.mark.processes  # conversations are rendered in a process
+pytestmark = [pytest.mark.long, pytest.mark.processes]  # conversations are rendered in a process
 
 CHATS = conversations(40)
 PLACE = Path(__file__).parents[1] / "held"

@@ -35,6 +35,8 @@ from tests.plain_reader import plain_records
 from tests.random_inputs import FORMATS, PACKERS, compare, file_name
 from tests.world import World
 
+pytestmark = pytest.mark.long
+
 TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for number in range(60)]
 
 

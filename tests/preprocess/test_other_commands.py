@@ -26,6 +26,8 @@ from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
 from tests.world import EOS, Ended, World, call_main, tokenizer_dir
 
+pytestmark = pytest.mark.long
+
 HEAD = re.compile(
     r"^shard-(\d{5}) (?:document|row) (\d+): \d+ tokens(?:, for validation)?, "
     r"(?:begins in the document at|from) .* byte \d+$"

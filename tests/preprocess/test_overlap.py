@@ -22,6 +22,8 @@ from tests.forged import rewrite_json
 from tests.plain_reader import plain_records
 from tests.world import Ended, World, call_main, tokenizer_dir
 
+pytestmark = pytest.mark.long
+
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {"id_field": "id"},
     "digests": {"token_format": "npy", "digests": True, "id_field": "id"},

@@ -24,6 +24,8 @@ from tests.input_writers import json_lines, seekable_zstd, table_bytes
 from tests.random_inputs import PATTERNS, check_listing, random_folder
 from tests.world import Ended, World, hostile_text
 
+pytestmark = pytest.mark.long
+
 LINES = ["a\n", "bc\r\n", "\n", "\r", "d\r", "가나다라마\n", "x" * 30 + "\n", "tail"]
 
 

@@ -28,6 +28,8 @@ from tests.input_writers import write_every_format
 from tests.waiting import wait_until
 from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
 
+pytestmark = pytest.mark.long
+
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
     "npy": {"token_format": "npy", "append_eos": True},

@@ -43,6 +43,8 @@ from tests.forged import rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import BOS, EOS, TURN, World, flags_of, save_tokenizer
 
+pytestmark = pytest.mark.long
+
 Change = Callable[[Path], Any]
 
 

@@ -16,7 +16,7 @@ from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
 from tests.world import World
 
-pytestmark = pytest.mark.processes  # plan tries a function in a process, too
+pytestmark = [pytest.mark.long, pytest.mark.processes]  # plan tries a function in a process, too
 
 INPUTS: dict[str, Any] = {
     "a.jsonl": [{"id": str(n), "text": f"line {n}", "lang": "ko" if n % 3 else "en"} for n in range(30)],

@@ -31,6 +31,8 @@ from tests.random_inputs import PACKERS
 from tests.slurm.fake_slurm import Desk, ended, install_fake_slurm
 from tests.world import World, open_loader, refuses, tokenizer_dir
 
+pytestmark = pytest.mark.long
+
 SECRETS = {
     "HF_TOKEN": "hf_secretOfTheHub0123456789",
     "AWS_SECRET_ACCESS_KEY": "secretOfTheCloud/0123456789",

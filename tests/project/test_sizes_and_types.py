@@ -22,7 +22,7 @@ from tests.oracle.test_done import BROKEN, forge
 from tests.slurm.fake_slurm import Desk, ended, failure
 from tests.world import World
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.long, pytest.mark.processes]
 
 READERS = ("report", "peek", "status", "load", "verify", "export nanogpt", "export hf", "stage")
 FORMS: dict[str, dict[str, Any]] = {

@@ -27,6 +27,8 @@ from tests.held_children import Hold
 from tests.waiting import wait_until
 from tests.world import World, call_main, tokenizer_dir
 
+pytestmark = pytest.mark.long
+
 COMMANDS = (
     "verify DATA",
     "status DATA",

@@ -28,7 +28,7 @@ from tests.slurm.fake_slurm import install_fake_slurm
 from tests.warm_python import WarmPython
 from tests.world import World, call_main, hostile_text, save_tokenizer
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.processes, pytest.mark.slow]
 HINT = re.compile(r"\b(?:next|or|run|then|one|retry|again|type): ((?:shardprep|sbatch|python|rm) [^\n;()]*)")
 # Runs the tasks of a named script one after the other. A script on standard input goes to the stand-in.
 SBATCH = r"""#!/bin/bash

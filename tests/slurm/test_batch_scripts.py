@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 from tests.warm_python import WarmPython
 from tests.world import World
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
 SCRIPT, TRAIN = ROOT / "slurm" / "prep_array.sh", ROOT / "slurm" / "train_ddp.sh"
 # Replaces Python: writes its arguments, one per line, and how srun started it. When it is stopped, it takes

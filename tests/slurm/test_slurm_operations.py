@@ -21,7 +21,7 @@ from tests.slurm.started_cluster import FAULTY_PYTHON, Cluster, kill_node, reset
 from tests.waiting import wait_until
 from tests.world import World
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
 EXTRA_CONF = """MaxArraySize=7

@@ -39,16 +39,19 @@ def on_page_markdown(markdown: str, page: Any, **_context: Any) -> str:
 
     title, _, rest = markdown.partition("\n")
     prose = re.sub(r"^```.*?^```$", "", rest, flags=re.MULTILINE | re.DOTALL)
-    paragraph = next((part for part in prose.split("\n\n") if re.match(r"[\w`\[]", part.strip())), "")
-    _first_lines[page.url] = title.lstrip("# "), " ".join(paragraph.split())
+    paragraphs = [part.strip() for part in prose.split("\n\n")]
+    # Not a picture, nor a link to the other language.
+    paragraph = next((part for part in paragraphs if re.match(r"[\w`]", part)), "")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)  # its links hold on the page only
+    _first_lines[page.url] = title.lstrip("# "), " ".join(text.split())
     return _LINK.sub(rewritten, markdown)
 
 
 def on_post_build(config: Any) -> None:
     """Write llms.txt (llmstxt.org): the pages, each with its first paragraph."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
-    first = sorted(_first_lines, key=lambda url: url not in ("", "./"))  # the README
+    first = sorted(_first_lines, key=lambda url: url != "index.html")  # the README
     for url in first:
         title, text = _first_lines[url]
-        lines.append(f"- [{title}]({url or './'}): {text}")
+        lines.append(f"- [{title}]({url}): {text}")
     Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

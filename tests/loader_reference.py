@@ -28,8 +28,8 @@ loader = get_llama3_dataloader(
     "DATA",  # input_shards: a folder, tars, or a dict of several sources
     batch_size=8,  # samples per batch on each rank
     global_batch_size=256,  # samples per optimizer step on all ranks; with the seed it determines the order
-    boundaries="transformers",  # for packed rows: attention stays inside each document
-    num_workers=4,  # reading processes per rank
+    seq_len=4096,  # tokens per row: documents are packed, or were by `plan --record packed`
+    boundaries="transformers",  # attention stays inside each document of a row
 )
 ```
 

@@ -10,7 +10,7 @@ from shardprep.errors import NotFound
 
 _FILE_PATTERNS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 _FILE_PATTERNS += ["config.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"]
-_FILE_PATTERNS += ["*.tiktoken", "tekken.json"]
+_FILE_PATTERNS += ["*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja"]
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)/?.*")
 

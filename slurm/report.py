@@ -338,7 +338,8 @@ def _recipe(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> Recipe:
     if plan.cuts[0].sha256:
         plan_again.append("--hash_inputs")
     commands = []
-    if plan.options.chat_template:
+    # Several templates of a model lie in DATA/tokenizer, and a file can have but one.
+    if plan.options.chat_template and not plan.options.chat_tool_template:
         commands.append(shlex.join(python_command("slurm.report:write_chat_template", str(folder))))
         plan_again += ["--chat_template_file", "NEW.jinja"]
     commands += [shlex.join(plan_again), "shardprep run NEW", "shardprep verify NEW"]

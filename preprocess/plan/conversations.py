@@ -132,7 +132,7 @@ def _shows_call(found: list[Rendered] | UnusableText) -> bool:
 def template_warnings(template: ChatTemplate) -> Iterator[str]:
     """Yield warnings about shapes of conversations that a template cannot render, drops or changes."""
     shapes = dict(_SHAPES)
-    if "tool_calls" not in template.text:
+    if "tool_calls" not in (template.tool_text or template.text):
         del shapes["tool calls"]
     conversations = list(map(_conversation, shapes.values()))
     try:

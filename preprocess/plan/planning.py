@@ -115,6 +115,7 @@ def make_plan(
             for warning in template_warnings(template):
                 say(f"warning: {warning}")
             found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
+            found_out["chat_tool_template"] = template.tool_text
             found_out |= {"chat_arguments": template.arguments, "chat_content": template.content}
             found_out |= {"chat_versions": chat.chat_versions(), "chat_mask_rule": mask_rule}
         elif config.add_special_tokens:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from preprocess.read.rendering import GENERATION, ChatTemplate, Rendered, rendered_json
+from preprocess.read.rendering import ChatTemplate, Rendered, rendered_json
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
 from shardprep.errors import BadInput, Refused, UsageError
 from shardprep.format.plan_options import MaskRule
@@ -66,7 +66,9 @@ def chat_template_of(
         raise no_tokenizer(str(folder), error.what) from None
     found = json.loads(answer)
     text = found["template"]
+    tool_text = found["tool_template"]
     if given is not None:
+        tool_text = ""
         try:
             text = given.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -77,8 +79,9 @@ def chat_template_of(
         todo = "use the model_id of its chat variant, or pass --chat_template_file with a Jinja template"
         message = f"the tokenizer has no chat template (base models have none); {todo}"
         raise UsageError(message, expected="chat template", remedy="--chat_template_file")
-    template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
-    mask_rule: MaskRule = found["mask_rule"] if GENERATION.search(text) else "characters"
+    tokens = json.dumps(found["tokens"], ensure_ascii=False)
+    template = ChatTemplate(text, tokens, allows_control_tokens, tool_text=tool_text)
+    mask_rule: MaskRule = found["mask_rule"] if template.has_tags() else "characters"
     if not mask_rule:
         what = "loss masks by a rule that this version of shardprep does not know"
         raise Refused(f"{chat_versions()} make {what}; install transformers 5.24, or a later shardprep")
@@ -143,9 +146,11 @@ def _tokenizer_facts(folder: str) -> str:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    template = ""
+    template = tool_template = ""
     with contextlib.suppress(ValueError):  # it has none
         template = tokenizer.get_chat_template()
+        # Of several templates, transformers takes another one if there are tools.
+        tool_template = tokenizer.get_chat_template(tools=[])
     added = sorted(tokenizer.added_tokens_decoder.items())
     control = [token.content for _, token in added if token.special]
     # Find the rule by which this transformers marks the assistant's tokens: it changed in 5.24. A character
@@ -163,6 +168,7 @@ def _tokenizer_facts(folder: str) -> str:
     masks = {(0, 1, 1, 1, 0, 1): "overlap", (0, 1, 0, 0, 0, 0): "char_to_token"}
     facts = {
         "template": template,
+        "tool_template": "" if tool_template == template else tool_template,
         "tokens": {"named": tokenizer.special_tokens_map, "control": control},
         "mask_rule": masks.get(tuple(found["assistant_masks"]), ""),
     }

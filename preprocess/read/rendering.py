@@ -48,6 +48,7 @@ class ChatTemplate(NamedTuple):
     content: Literal["", "text", "parts"] = ""  # what a content must be; "" as it is
     learn: Literal["all", "last", "each"] = "all"
     learns_reasoning: bool = True
+    tool_text: str = ""  # Jinja for conversations with tools; "" for the same as of others
 
     @staticmethod
     def of_options(options: PlanOptions) -> ChatTemplate:
@@ -60,7 +61,12 @@ class ChatTemplate(NamedTuple):
             content=options.chat_content,
             learn=options.learn,
             learns_reasoning=options.learn_reasoning == "yes",
+            tool_text=options.chat_tool_template,
         )
+
+    def has_tags(self) -> bool:
+        """Return whether a template says itself what the assistant wrote."""
+        return any(GENERATION.search(text) for text in (self.text, self.tool_text))
 
 
 class Rendered(NamedTuple):
@@ -113,6 +119,9 @@ class _Renderer:
     def documents(self, conversation: str) -> list[Rendered]:
         """Return the documents of a conversation. Raises Unrendered."""
         given = parsed_conversation(conversation)
+        if self._template.tool_text and given.get("tools") is not None:
+            for_tools = self._template._replace(text=self._template.tool_text, tool_text="")
+            return _renderer(for_tools).documents(conversation)
         answers = [number for number, message in enumerate(given["messages"]) if _is_answer(message)]
         learnt = [number for number in answers if _is_learnt(given["messages"][number], number)]
         is_simple = self._is_tagged and learnt == answers and self._template.learn == "all"

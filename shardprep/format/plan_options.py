@@ -176,6 +176,7 @@ class PlanOptions:
     # Set by planning; these are not flags.
     transform_sha256: str = option("")  # of the function of --transform, and of its files
     chat_template: str = option("")  # its Jinja text
+    chat_tool_template: str = option("")  # that of conversations with tools, if the model has another one
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render the template
     chat_mask_rule: MaskRule = option("")  # "characters" for a template without tags
@@ -323,6 +324,7 @@ _WHAT_IS_GIVEN = {
     "transform_sha256": "the function of --transform",
     "excluded": "the list of --exclude",
     "chat_template": "the chat template",
+    "chat_tool_template": "the chat template of conversations with tools",
     "chat_tokens": "the special tokens of the chat template",
     "chat_versions": "the libraries that render the chat template",
     "chat_mask_rule": "the rule of the loss masks",

@@ -155,6 +155,29 @@ def _with_json(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, **lists}
 
 
+def test_conversations_with_tools_take_a_models_template_for_tools(tmp_path: Path) -> None:
+    """transformers takes the template "tool_use" if there are tools, also if their list is empty."""
+    records = [*RECORDS, {"messages": TWO, "tools": []}]
+    world = world_of(tmp_path, "Qwen 3", records)
+    config = world.tokenizer / "tokenizer_config.json"
+    named = {"default": untagged(FAMILIES["Qwen 3"]), "tool_use": tagged(FAMILIES["GLM"])}
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    (world.tokenizer / "chat_template.jinja").unlink()
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": listed}))
+    planned(world, learn="last").run()
+    assert left_out(world) == []
+    tokenizer: Any = AutoTokenizer.from_pretrained(world.tokenizer)
+    wanted: list[int] = []
+    for record in records:
+        wanted += tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"))["input_ids"]
+    found = pairs_of(world)
+    assert [token for token, _ in found] == wanted
+    again = World(tmp_path / "again", raw_dir=world.raw_dir, tokenizer=world.data_dir / "tokenizer")
+    assert planned(again, learn="last").plan_json()["plan_id"] == world.plan_json()["plan_id"]
+    plain = planned(world_of(tmp_path / "plain", "Qwen 3", records), learn="last").run()
+    assert [token for token, _ in pairs_of(plain)] != wanted
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_records_are_recognized_by_their_fields(tmp_path: Path, suffix: str) -> None:
     forms = FORMS

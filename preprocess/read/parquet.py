@@ -229,10 +229,16 @@ def _rows_decoded_at_once(dictionaries: _Dictionaries, batch_bytes: int, number:
 
 
 def _joined(records: Iterator[InputRecords], batch_bytes: int) -> Iterator[InputRecords]:
-    """Join records until they have about ``batch_bytes`` of text, or MOST_ROWS rows."""
+    """Join records until they have about ``batch_bytes`` of text, or MOST_ROWS rows.
+
+    Records for a function stay as they were decoded: they have all fields, of which any may be long.
+    """
     some: list[InputRecords] = []
     num_rows = num_bytes = 0
     for each in records:
+        if "record" in each.columns:
+            yield each
+            continue
         some.append(each)
         num_rows += len(each.texts)
         for text in each.texts:

@@ -658,6 +658,16 @@ def test_rows_that_share_a_text_are_decoded_few_at_a_time(
         texts_at_once.append(sum(len(text) for text in found if isinstance(text, bytes)))
         return found
 
+    joined: list[int] = []  # bytes of the records that are held at once for a function
+
+    def read_joined(*given: Any) -> Any:
+        for records in read_records(*given):
+            joined.append(sum(len(str(each)) for each in records.columns.get("record", ())))
+            yield records
+
+    tables = importlib.import_module("preprocess.read.parquet").Parquet
+    read_records = tables.read
+    monkeypatch.setattr(tables, "read", read_joined)
     monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
     read_texts = importlib.import_module("preprocess.read.formats").texts_of
     monkeypatch.setattr("preprocess.read.formats.texts_of", texts_of)
@@ -672,6 +682,8 @@ def test_rows_that_share_a_text_are_decoded_few_at_a_time(
     assert 0 < max(texts_at_once) < 2 << 20
     if form.endswith(".parquet"):
         assert 0 < max(decoded) < 20 << 20
+        assert max(joined) < 20 << 20
+    assert (max(joined, default=0) > 0) == (form == "lists.parquet")
 
 
 PARQUET, GZIP, LINES = table_bytes({"text": FIRST}, "parquet"), gzip_member("first"), json_lines(TEXTS)

@@ -1,8 +1,4 @@
-"""``export``: write the token ids in the layouts of Megatron, nanoGPT and Hugging Face datasets.
-
-The files of a shard appear whole or not at all, so a stopped export can be continued. ``finish`` writes the
-files that list all shards.
-"""
+"""The command ``export``: write the token ids in the layout of another tool."""
 
 from __future__ import annotations
 
@@ -11,17 +7,16 @@ import contextlib
 import itertools
 import json
 import re
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from preprocess.export_layouts import LAYOUTS, SETTINGS, ExportedShard
 from preprocess.make.token_ids import Ids
 from preprocess.read.formats import Numbers
-from shardprep import files, publishing
-from shardprep.command_line import needs
+from shardprep import files
 from shardprep.console import counted, print_lines, with_progress
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.format.data_folder import DataFolder
@@ -31,22 +26,10 @@ from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shard_samples import ShardSamples
 from shardprep.output_folder import OutputFolder
 
-_SETTINGS = "export.json"  # the mark of the folder
-_STREAM = "train.bin"  # of nanoGPT
-_MEGATRON_HEAD = struct.Struct("<9sQBQQ")  # of an .idx, see Megatron
-_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 _WRITTEN = re.compile(
     r"export\.json|data_args\.txt|train\.bin|dataset_info\.json|state\.json"
     r"|shard-[0-9]{5}(_document\.(bin|idx)|\.bin\.partial)|data-[0-9]{5}-of-[0-9]{5}\.arrow"
 )
-
-
-class ExportedShard(NamedTuple):
-    """The exported ids of a shard."""
-
-    documents: Numbers  # int64[documents]: tokens of each document
-    rows: Numbers  # int64[rows]: tokens of each packed row, or of each document if there are no rows
-    pieces: Iterator[Ids]  # all ids in order, as arrays uint32[tokens]
 
 
 class WholeDocuments:
@@ -103,189 +86,6 @@ class WholeDocuments:
                 row += 1
 
 
-class ExportLayout:
-    """The files that another tool reads. A shard is done once all its files exist, and none was cut."""
-
-    last_name = ""  # of a shard's last file, with ``number`` of the shard and ``num_shards``
-    has_documents = True  # each in one piece; else rows as they are
-    two_bytes_below = 1 << 16  # ids of a smaller vocabulary are uint16
-    wide = "<i4"  # the type of other ids
-
-    def __init__(self, folder: OutputFolder, vocab_size: int, num_tokens: list[int]) -> None:
-        self.folder = folder
-        self.num_tokens = num_tokens  # of each shard, with added EOS
-        num_shards = len(num_tokens)
-        self.dtype = np.dtype("<u2" if vocab_size < self.two_bytes_below else self.wide)
-        self.last_names = [
-            self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards)
-        ]
-
-    def is_done(self, shard_id: int) -> bool:
-        return self.folder.size_of(self.last_names[shard_id]) == self.ids_bytes(shard_id)
-
-    def ids_bytes(self, shard_id: int) -> int:
-        """Return the size of a shard's ids."""
-        return self.num_tokens[shard_id] * self.dtype.itemsize
-
-    def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
-        """Yield the name of each file of a shard, and its bytes in pieces. ``name`` is the last one's."""
-        yield name, (ids.astype(self.dtype).tobytes() for ids in samples.pieces)
-
-    def write(self, shard_id: int, samples: ExportedShard) -> None:
-        """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
-        with contextlib.ExitStack() as stack:
-            written: list[publishing.PublishedFile] = []
-            for name, pieces in self.contents(self.last_names[shard_id], samples):
-                file = stack.enter_context(self.folder.new_file(name))
-                written.append(file)
-                for piece in pieces:
-                    file.write(piece)
-                file.sync()
-            for file in written:
-                file.publish()
-                self.folder.sync()  # after a power cut no file may be there without those before it
-
-    def finish(self) -> str:
-        """Write the files that list all shards, and return how the tool opens them."""
-        raise NotImplementedError
-
-
-class Megatron(ExportLayout):
-    """A .bin of ids and an .idx per shard, as megatron-core's IndexedDataset reads them.
-
-    .idx: ``MMIDIDX`` and two zero bytes, version u64, code of the id's type u8, sequences u64, documents + 1
-    u64; lengths i32[sequences], byte offsets i64[sequences], the first sequence of each document and their
-    number i64[documents + 1]. Ids are uint16 below a vocabulary of 65,500, as Megatron has it, else int32.
-    """
-
-    last_name = "shard-{number:05d}_document.idx"
-    two_bytes_below = 65_500
-
-    def is_done(self, shard_id: int) -> bool:
-        if self.folder.size_of(self._bin_name(shard_id)) != self.ids_bytes(shard_id):
-            return False
-        name = self.last_names[shard_id]
-        head = self.folder.read_beginning(name, _MEGATRON_HEAD.size)
-        if len(head) != _MEGATRON_HEAD.size:
-            return False
-        *_, num, num_ends = _MEGATRON_HEAD.unpack(head)
-        return self.folder.size_of(name) == len(head) + 12 * num + 8 * num_ends
-
-    def _bin_name(self, shard_id: int) -> str:
-        return self.last_names[shard_id].removesuffix(".idx") + ".bin"
-
-    def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
-        yield from super().contents(name.removesuffix(".idx") + ".bin", samples)
-        size = self.dtype.itemsize
-        lengths = samples.documents
-        code = 8 if size == 2 else 4
-        num = len(lengths)
-        offsets = (np.cumsum(lengths) - lengths) * size
-        head = _MEGATRON_HEAD.pack(b"MMIDIDX\x00\x00", 1, code, num, num + 1)
-        arrays = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(num + 1, dtype="<i8"))
-        yield name, (head, *(array.tobytes() for array in arrays))
-
-    def finish(self) -> str:
-        words = []
-        for number, name in zip(self.num_tokens, self.last_names, strict=True):
-            if number:
-                words.append(f"{number} {self.folder.path_of(name).absolute().with_suffix('')}")
-        self.folder.publish("data_args.txt", " ".join(words).encode() + b"\n")
-        return f"Megatron: --data-args-path {self.folder.path_of('data_args.txt')}"
-
-
-class NanoGpt(ExportLayout):
-    """One flat train.bin of uint16 or uint32, which nanoGPT maps with np.memmap.
-
-    Each shard is in a file of its own until all are done, so at the end the ids take twice the space.
-    """
-
-    last_name = "shard-{number:05d}.bin.partial"
-    two_bytes_below = (1 << 16) + 1
-    wide = "<u4"
-
-    def is_done(self, shard_id: int) -> bool:
-        return super().is_done(shard_id) or self.folder.size_of(_STREAM) is not None
-
-    def finish(self) -> str:
-        target = self.folder.path_of(_STREAM)
-        if self.folder.size_of(_STREAM) is None:
-            with self.folder.new_file(_STREAM) as file:
-                for name in self.last_names:
-                    self._append(file, name)
-                file.sync()
-                file.publish()
-            self.folder.sync()
-        num_bytes = self.folder.size_of(_STREAM)
-        expected = sum(self.num_tokens) * self.dtype.itemsize
-        if num_bytes != expected:
-            again = f"{expected}; remove this file and run the export again"
-            raise ReadWriteError(path=target, found=f"{num_bytes} bytes", expected=again)
-        for name in self.last_names:
-            with contextlib.suppress(OSError):
-                self.folder.remove(name)
-        return f'nanoGPT: np.memmap("{target}", dtype=np.{self.dtype.name}, mode="r")'
-
-    def _append(self, stream: publishing.PublishedFile, name: str) -> None:
-        """Append the ids of a shard to the stream of all shards."""
-        with files.errors_named(self.folder.path_of(name)), self.folder.open(name) as file:
-            for start in range(0, file.num_bytes, files.WRITE_BYTES):
-                num_bytes = min(files.WRITE_BYTES, file.num_bytes - start)
-                stream.write(memoryview(file.read(start, num_bytes)))
-
-
-class HuggingFace(ExportLayout):
-    """Arrow streams with a column ``input_ids`` of int32 lists, as ``datasets.load_from_disk`` reads them.
-
-    A row is a document, or a packed row. pyarrow writes them.
-    """
-
-    last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
-    has_documents = False
-
-    def is_done(self, shard_id: int) -> bool:
-        name = self.last_names[shard_id]
-        size = self.folder.size_of(name)
-        if size is None or size < len(_ARROW_END):
-            return False
-        with files.errors_named(self.folder.path_of(name)), self.folder.open(name) as file:
-            return file.read_beginning(size - len(_ARROW_END), len(_ARROW_END)) == _ARROW_END
-
-    def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
-        yield name, self._stream(samples)
-
-    def _stream(self, samples: ExportedShard) -> Iterator[bytes]:
-        try:
-            import pyarrow as pa
-        except ImportError:
-            raise UsageError(needs("--to hf", "pyarrow")) from None
-        schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
-        yield schema.serialize().to_pybytes()
-        ends = np.concatenate([[0], np.cumsum(samples.rows)])
-        first = 0
-        for ids in samples.pieces:  # of whole rows
-            stop = int(np.searchsorted(ends, ends[first] + len(ids), side="right"))
-            offsets = (ends[first:stop] - ends[first]).astype(np.int32)
-            lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.int32)))
-            yield pa.record_batch([lists], schema=schema).serialize().to_pybytes()
-            first = stop - 1
-        yield _ARROW_END
-
-    def finish(self) -> str:
-        features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}
-        info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-        state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
-        state |= {"_format_kwargs": {}, "_output_all_columns": False}
-        state["_data_files"] = [{"filename": name} for name in self.last_names]
-        state["_fingerprint"] = self.folder.stamp_of(_SETTINGS).sha256[:16]
-        self.folder.publish("dataset_info.json", json.dumps(info, indent=1).encode())
-        self.folder.publish("state.json", json.dumps(state, indent=1).encode())
-        return f'datasets: load_from_disk("{self.folder}")'
-
-
-LAYOUTS: dict[str, type[ExportLayout]] = {"megatron": Megatron, "nanogpt": NanoGpt, "hf": HuggingFace}
-
-
 def export_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write the token ids of a data set in the layout of another tool. If it was stopped, run it again to "
@@ -303,7 +103,7 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write the missing files of an export. Raises Refused if the folder has another export."""
-    folder = OutputFolder(args.output_dir, mark=_SETTINGS, writable=_WRITTEN)
+    folder = OutputFolder(args.output_dir, mark=SETTINGS, writable=_WRITTEN)
     data = DataFolder(args.data_dir)
     plan = need_plan(data)
     eos = _checked_eos(
@@ -413,7 +213,7 @@ def _claim(folder: OutputFolder, settings: dict[str, Any]) -> None:
     except Refused as error:
         previous: Any = "another"
         with contextlib.suppress(ValueError, BrokenShard, *files.NOT_THERE):
-            previous = load_json(folder.read(_SETTINGS, max_bytes=1 << 20))
+            previous = load_json(folder.read(SETTINGS, max_bytes=1 << 20))
         if previous == "another":
             raise
         advice = "use a new folder for --output_dir"
@@ -422,5 +222,5 @@ def _claim(folder: OutputFolder, settings: dict[str, Any]) -> None:
         ) from None
     except (CannotWrite, ReadWriteError):
         # An equal export that was faster may have removed this one's temporary file at any time.
-        if folder.size_of(_SETTINGS) is None:
+        if folder.size_of(SETTINGS) is None:
             raise

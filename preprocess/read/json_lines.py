@@ -22,7 +22,7 @@ from preprocess.read import formats, text_fields
 from preprocess.read.encodings import UTF_8, UTF_8_WITH_MARK
 from preprocess.read.formats import Numbers, Texts
 from preprocess.read.lines import BOM, LineFormat, LineTexts
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, TextFields, UnusableText
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, FieldPath, JsonValue, TextFields, UnusableText
 
 # Strings, and other text without brackets. A string that is not closed extends to the end of the line:
 # otherwise each later quote would begin a string of its own.
@@ -69,7 +69,7 @@ class JsonLines(LineFormat):
         pairs = [record_of_line(line, fields) for line in each]
         records = [record for record, _ in pairs]
         columns = fields.columns(_side_values(records, fields))
-        if isinstance(fields, text_fields.RecordFields):
+        if fields.takes_records:
             columns["record"] = records
         return formats.texts_of([text for _, text in pairs]), columns
 
@@ -211,13 +211,13 @@ def _places_of_large_numbers(octets: npt.NDArray[np.uint8]) -> Numbers:
     return np.concatenate([places, 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])])
 
 
-def _side_values(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
+def _side_values(records: list[JsonValue], fields: TextFields) -> dict[FieldPath, list[JsonValue]]:
     """Return the values of the fields beside the text, for each path one per record."""
     paths = fields.named.values()
     return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
 
 
-def _are_exact(values: Sequence[Any]) -> bool:
+def _are_exact(values: Sequence[JsonValue]) -> bool:
     """Return whether orjson kept the values as they are: it turns integers beyond 64 bits into floats."""
     kinds = set(map(type, values))
     if float in kinds and any(abs(value) >= 2**63 for value in values if type(value) is float):
@@ -231,7 +231,7 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields, has_unico
     Then each key occurs at least once per line, so as many keys as lines means exactly once. The first four
     bytes of a key occur at least as often as the key: if they occur once per line, so does the key.
     """
-    if fields.is_chat or fields.is_first_of or isinstance(fields, text_fields.RecordFields):
+    if fields.is_chat or fields.is_first_of or fields.takes_records:
         return False  # each line is checked by itself: what follows takes 20 times as long
     name = fields.plain_name
     # Without unicode escapes a key has one spelling. To count it takes a fifth of a search for all spellings.
@@ -271,7 +271,7 @@ def _keys(name: str) -> re.Pattern[bytes]:
     return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % pattern)
 
 
-def record_of_line(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
+def record_of_line(line: bytes, fields: TextFields) -> tuple[JsonValue, str | UnusableText]:
     """Return the object of a line, and its text, or why the line is left out.
 
     A line that names a field of the text twice is left out. For other keys the last value counts.
@@ -285,7 +285,7 @@ def record_of_line(line: bytes, fields: TextFields) -> tuple[Any, str | Unusable
     if is_too_deep(line):
         return None, _TOO_DEEP
     fields = fields.chosen(record)
-    if isinstance(fields, text_fields.RecordFields):
+    if fields.takes_records:
         is_exact = _LONG_NUMBER.search(line) is None
     else:
         others = [text_fields.value_at(record, path) for path in fields.named.values()]
@@ -299,22 +299,22 @@ def record_of_line(line: bytes, fields: TextFields) -> tuple[Any, str | Unusable
         if twice:
             return record, UnusableText("bad_json", f"the key {twice} occurs twice in one object")
     text = fields.text(record)
-    if isinstance(fields, text_fields.RecordFields) and isinstance(text, str):
+    if fields.takes_records and isinstance(text, str):
         text = line.decode()
     return record, text
 
 
-class _Object(dict[str, Any]):
+class _Object(dict[str, JsonValue]):
     """A JSON object that remembers which of its keys occur twice."""
 
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+    def __init__(self, pairs: list[tuple[str, JsonValue]]) -> None:
         super().__init__(pairs)
         self.twice: list[str] = []
         if len(self) < len(pairs):
             self.twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
 
 
-def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
+def _named_twice(record: JsonValue, fields: TextFields) -> Iterator[str]:
     """Yield the keys of the text's fields that occur twice in their object, and any such key in messages."""
     for path in fields.text_paths:
         inner = record

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from preprocess.read.text_fields import (
     MISSING,
     FieldPath,
+    JsonValue,
     TextFields,
     UnusableText,
     parsed_if_json,
@@ -47,7 +48,7 @@ class Recognized(NamedTuple):
     """Messages, and in which of FORMS they were."""
 
     form: str
-    messages: list[Any]
+    messages: list[JsonValue]
 
 
 class MessageFields(TextFields):
@@ -89,13 +90,13 @@ class MessageFields(TextFields):
         copied._drops_nulls = True
         return copied
 
-    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
+    def text_of_values(self, values: Sequence[JsonValue]) -> str | UnusableText:
         """Return the conversation as JSON, given the values of ``text_paths``."""
         given = dict(zip(self.text_paths, values, strict=True))
         recognized = self.recognize(given)
         if isinstance(recognized, UnusableText):
             return recognized
-        found: dict[str, Any] = {"messages": recognized.messages}
+        found: dict[str, JsonValue] = {"messages": recognized.messages}
         for name, expected in (("tools", list), ("documents", list), ("chat_template_kwargs", dict)):
             path, value = self._first(name, given)
             if isinstance(value, UnusableText):
@@ -115,7 +116,7 @@ class MessageFields(TextFields):
             name = ".".join(self._places["lists"][0])
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
 
-    def recognize(self, given: Mapping[FieldPath, Any]) -> Recognized | UnusableText:
+    def recognize(self, given: Mapping[FieldPath, JsonValue]) -> Recognized | UnusableText:
         """Return the messages of a record, given the values of ``text_paths``."""
         form = self.options.chat_format
         value_of = {name: self._first(name, given)[1] for name in _OTHER_FIELDS}
@@ -149,12 +150,12 @@ class MessageFields(TextFields):
             found.messages.insert(0, {"role": "system", "content": system})
         return found
 
-    def beside(self, given: Mapping[FieldPath, Any]) -> set[str]:
+    def beside(self, given: Mapping[FieldPath, JsonValue]) -> set[str]:
         """Return what a record has beside its messages: some of tools, documents and chat_template_kwargs."""
         names = ("tools", "documents", "chat_template_kwargs")
         return {name for name in names if self._first(name, given)[1] not in (None, "", "[]", [], {})}
 
-    def _first(self, name: str, given: Mapping[FieldPath, Any]) -> tuple[FieldPath, Any]:
+    def _first(self, name: str, given: Mapping[FieldPath, JsonValue]) -> tuple[FieldPath, JsonValue]:
         """Return the first of the places of a name that has a value, and the value, which may be None."""
         paths = self._places[name]
         for path in paths:
@@ -164,7 +165,7 @@ class MessageFields(TextFields):
         return paths[0], None
 
 
-def _messages_of_list(path: FieldPath, value: Any, form: str) -> Recognized | UnusableText:
+def _messages_of_list(path: FieldPath, value: JsonValue, form: str) -> Recognized | UnusableText:
     # In some tables the list, or each message, is a string of JSON, as messages may have other fields.
     value = parsed_if_json(value)
     if not isinstance(value, list):
@@ -176,7 +177,7 @@ def _messages_of_list(path: FieldPath, value: Any, form: str) -> Recognized | Un
     return Recognized("sharegpt", list(map(_of_sharegpt, messages)))
 
 
-def _of_sharegpt(message: Any) -> Any:
+def _of_sharegpt(message: JsonValue) -> JsonValue:
     """Return a message of from and value as one of role and content. Unknown roles are refused later."""
     if not isinstance(message, dict):
         return message
@@ -191,43 +192,43 @@ def _of_sharegpt(message: Any) -> Any:
     return {"role": role, "content": "", "tool_calls": [_call(each) for each in calls], **others}
 
 
-def _call(call: Any) -> Any:
+def _call(call: JsonValue) -> JsonValue:
     return {"type": "function", "function": call}
 
 
-def _is_completion(value: Any) -> bool:
+def _is_completion(value: JsonValue) -> bool:
     """Return whether a value is an answer without its question."""
     messages = _messages_in(value)
     return isinstance(value, str) if messages is None else _role(messages) == "assistant"
 
 
-def _role(messages: list[Any]) -> Any:
+def _role(messages: list[JsonValue]) -> JsonValue:
     return messages[0].get("role") if messages and isinstance(messages[0], dict) else None
 
 
-def _prompt_and_completion(prompt: Any, completion: Any) -> list[Any]:
+def _prompt_and_completion(prompt: JsonValue, completion: JsonValue) -> list[JsonValue]:
     """Return the messages of a prompt and its completion, which may be texts. Only the second is learnt."""
-    messages: list[Any] = []
+    messages: list[JsonValue] = []
     for message in _as_messages(prompt, "user"):
         is_answer = _role([message]) == "assistant"
         messages.append({**message, "train": False} if is_answer else message)
     return messages + _as_messages(completion, "assistant")
 
 
-def _as_messages(value: Any, role: str) -> list[Any]:
+def _as_messages(value: JsonValue, role: str) -> list[JsonValue]:
     messages = _messages_in(value)
     return [{"role": role, "content": value}] if messages is None else messages
 
 
-def _messages_in(value: Any) -> list[Any] | None:
+def _messages_in(value: JsonValue) -> list[JsonValue] | None:
     """Return the messages of a list, or of its JSON; None if it is no list of messages, such as a text."""
     value = parsed_if_json(value)
     messages = list(map(parsed_if_json, value)) if isinstance(value, list) else []
     return messages if _role(messages) else None
 
 
-def _alpaca(value_of: Mapping[str, Any]) -> list[Any]:
-    messages: list[Any] = []
+def _alpaca(value_of: Mapping[str, JsonValue]) -> list[JsonValue]:
+    messages: list[JsonValue] = []
     earlier = parsed_if_json(value_of["history"])
     for turn in earlier if isinstance(earlier, list) else []:
         question, answer = turn
@@ -242,7 +243,7 @@ def _alpaca(value_of: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: JsonValue) -> JsonValue:
     """Return a value without keys that have null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
@@ -251,7 +252,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def parsed_conversation(text: str) -> dict[str, Any]:
+def parsed_conversation(text: str) -> dict[str, JsonValue]:
     """Return a conversation's JSON as an object with ``messages``, and perhaps more."""
     given = json.loads(text)
     return given if isinstance(given, dict) else {"messages": given}

@@ -10,7 +10,7 @@ import contextlib
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as arrow
@@ -18,10 +18,12 @@ import pyarrow.compute as compute
 import pyarrow.types as types
 
 from preprocess.read import text_fields
-from preprocess.read.text_fields import UnusableText
+from preprocess.read.text_fields import JsonValue, UnusableText
 
+ArrowType: TypeAlias = Any  # pyarrow.DataType; the library declares no types
+ArrowArray: TypeAlias = Any  # pyarrow.Array or ChunkedArray
 # Returns the JSON value for pyarrow's value of a stored type, which is never None.
-ReadValue = Callable[[Any], Any]
+ReadValue = Callable[[JsonValue], JsonValue]
 _NANOSECONDS = {"D": 86_400 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 
 _FIRST_DAY, _LAST_DAY = np.array(["0001-01-01", "9999-12-31"], "M8[D]").astype(np.int64).tolist()
@@ -38,7 +40,7 @@ class _NoValue(Exception):
     """A value, and so each value that contains it, has none in JSON. ``args``: reason, detail for people."""
 
 
-def json_values(array: Any, read: ReadValue) -> list[Any]:
+def json_values(array: ArrowArray, read: ReadValue) -> list[JsonValue]:
     """Return the JSON values of an array in its stored type, an UnusableText for one that has none."""
     if types.is_run_end_encoded(array.type):
         array = compute.run_end_decode(array)
@@ -51,7 +53,7 @@ def json_values(array: Any, read: ReadValue) -> list[Any]:
         values = array.to_pylist()
     except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
         return [UnusableText("wrong_type", f"a value of the type {array.type} has no text")] * len(array)
-    read_values: list[Any] = []
+    read_values: list[JsonValue] = []
     for value in values:
         try:
             read_values.append(None if value is None else read(value))
@@ -60,7 +62,7 @@ def json_values(array: Any, read: ReadValue) -> list[Any]:
     return read_values
 
 
-def stored_type(kind: Any) -> tuple[Any, ReadValue]:
+def stored_type(kind: ArrowType) -> tuple[ArrowType, ReadValue]:
     """Return the plain type that stores a type, and what reads a value of it.
 
     Strings are stored as binary, and times as integers. In its stored type an array can be validated whatever
@@ -110,11 +112,11 @@ def stored_type(kind: Any) -> tuple[Any, ReadValue]:
     return kind, same_value
 
 
-def _stored_struct(kind: Any) -> tuple[Any, ReadValue]:
+def _stored_struct(kind: ArrowType) -> tuple[ArrowType, ReadValue]:
     names = [kind.field(number).name for number in range(kind.num_fields)]
     inner = [stored_type(kind.field(number).type) for number in range(kind.num_fields)]
 
-    def read(value: dict[str, Any]) -> dict[str, Any]:
+    def read(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if len({*names}) < len(names):
             raise _NoValue("wrong_type", "an object with two fields of one name has no text")
         return {
@@ -125,11 +127,11 @@ def _stored_struct(kind: Any) -> tuple[Any, ReadValue]:
     return arrow.struct([arrow.field(str(n), stored) for n, (stored, _) in enumerate(inner)]), read
 
 
-def _or_none(read: ReadValue, value: Any) -> Any:
+def _or_none(read: ReadValue, value: JsonValue) -> JsonValue:
     return None if value is None else read(value)
 
 
-def same_value(value: Any) -> Any:
+def same_value(value: JsonValue) -> JsonValue:
     return value
 
 
@@ -140,7 +142,7 @@ def _text(value: bytes) -> str:
         raise _NoValue("undecodable", f"byte {error.start} of the text is not utf-8") from None
 
 
-def _from_json(value: bytes) -> Any:
+def _from_json(value: bytes) -> JsonValue:
     parsed = text_fields.from_json(_text(value))
     if isinstance(parsed, UnusableText):
         raise _NoValue(parsed.reason, parsed.detail)
@@ -154,7 +156,7 @@ _EXTENSIONS: dict[str, ReadValue] = {
 }
 
 
-def _text_of_time(nanoseconds: int, kind: Any) -> str:
+def _text_of_time(nanoseconds: int, kind: ArrowType) -> str:
     """Format a time, a duration, a date or a timestamp as ISO 8601, in UTC if it has a time zone.
 
     A fraction of a second has 6 digits, or 9 if it needs nanoseconds. It is left out if it is 0.

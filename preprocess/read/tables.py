@@ -8,23 +8,34 @@ import io
 import itertools
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as arrow
 import pyarrow.compute as compute
 import pyarrow.types as types
 
-from preprocess.read import formats, inputs, text_fields
+from preprocess.read import formats, inputs
 from preprocess.read.formats import InputRecords, Numbers, Stretches
 from preprocess.read.inputs import OpenInput
-from preprocess.read.table_values import BINARY_OF, TEXT_OF, ReadValue, json_values, same_value, stored_type
-from preprocess.read.text_fields import FieldPath, TextFields, UnusableText
+from preprocess.read.table_values import (
+    BINARY_OF,
+    TEXT_OF,
+    ArrowArray,
+    ArrowType,
+    ReadValue,
+    json_values,
+    same_value,
+    stored_type,
+)
+from preprocess.read.text_fields import FieldPath, JsonValue, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 
 # With libc's memory pool a task takes 24 MB less than with pyarrow's own, and the same CPU time.
 arrow.set_memory_pool(arrow.system_memory_pool())
 
+ArrowSchema: TypeAlias = Any  # pyarrow.Schema; the library declares no types
+ArrowBatch: TypeAlias = Any  # pyarrow.RecordBatch
 MOST_ROWS = 8192  # at a time
 # Bases of pyarrow's errors, and what its Python code raises for damaged files, such as for a huge size.
 _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, OverflowError, MemoryError)
@@ -66,7 +77,7 @@ class InputStream(io.RawIOBase):
     def read(self, size: int | None = -1) -> Any:
         """Return up to ``size`` bytes, or all that are left. Raises OSError."""
         stop = self._ends[-1] if size is None or size < 0 else min(self._position + size, self._ends[-1])
-        pieces: list[Any] = []
+        pieces: list[JsonValue] = []
         while self._position < stop:
             number = bisect.bisect_right(self._ends, self._position)
             shift = self._spans[number][1] - self._ends[number]  # from a position in the stream to the file's
@@ -102,13 +113,13 @@ def refused_by_name(file: OpenInput, name: str, stream: StreamOfInput) -> Iterat
         raise inputs.unreadable(file, f"cannot be read as {name} ({words})") from None
 
 
-def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
+def fields_in(file: OpenInput, schema: ArrowSchema, fields: TextFields) -> TextFields:
     """Find the fields in a table. A column whose own name has dots takes precedence over a nested field.
 
     Raises BadInput if the text has no column, a column of another type, or more than one.
     """
-    if isinstance(fields, text_fields.RecordFields):
-        return text_fields.RecordFields(fields.options, schema.names)
+    if fields.takes_records:
+        return fields.of_columns(schema.names)
     is_chat = fields.is_chat
     # A conversation may be in several fields, and a table has some of them.
     lacks_all = not any(_places_of(schema, path) for path in fields.text_paths)
@@ -136,12 +147,15 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     return fields.at(places)
 
 
-def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
+def _places_of(kind: ArrowType, path: FieldPath) -> list[tuple[FieldPath, ArrowType]]:
     """Return where a table or a struct may have a field, and its type. An exact name is the only place."""
     if not isinstance(kind, (arrow.Schema, arrow.StructType)):
         return []
     inner = [(each.name, each.type) for each in map(kind.field, range(len(kind)))]
-    places: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == ".".join(path)]
+    places: list[tuple[FieldPath, ArrowType]] = []
+    for name, each in inner:
+        if name == ".".join(path):
+            places.append(((name,), each))
     if places:
         return places
     for end in range(1, len(path)):
@@ -153,7 +167,7 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
     return places
 
 
-def _can_be_text(kind: Any, *, is_chat: bool) -> bool:
+def _can_be_text(kind: ArrowType, *, is_chat: bool) -> bool:
     stored, _ = stored_type(kind)
     if types.is_dictionary(stored):
         stored = stored.value_type
@@ -167,7 +181,7 @@ def rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
 
 
 def records_of_batch(
-    batch: Any, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
+    batch: ArrowBatch, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[InputRecords]:
     """Yield the records of a record batch, some rows at a time. The first ones count ``num_bytes``."""
     columns = {path: _column(batch, path) for path in fields.paths}
@@ -178,11 +192,11 @@ def records_of_batch(
         num = min(most, batch.num_rows - first)
         while num > 1 and sum(_value_bytes(array.slice(first, num)) for array in arrays) > 2 * batch_bytes:
             num //= 2
-        values: dict[FieldPath, list[Any]] = {
+        values: dict[FieldPath, list[JsonValue]] = {
             path: [None] * num if column is None else json_values(column.slice(first, num), read)
             for path, (column, read) in columns.items()
         }
-        of_text: list[Any] = [values[path] for path in fields.text_paths]
+        of_text: list[JsonValue] = [values[path] for path in fields.text_paths]
         texts: Sequence[str | UnusableText] = of_text[0]
         if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
             texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
@@ -196,7 +210,7 @@ def records_of_batch(
         num_bytes = 0
 
 
-def _column(batch: Any, path: FieldPath) -> tuple[Any, ReadValue]:
+def _column(batch: ArrowBatch, path: FieldPath) -> tuple[ArrowArray, ReadValue]:
     """Return the array of a field in its stored type, or None if there is none, and what reads its values.
 
     Raises ValueError if an offset or index in it is out of bounds.
@@ -215,7 +229,7 @@ def _column(batch: Any, path: FieldPath) -> tuple[Any, ReadValue]:
     return column, read
 
 
-def _value_bytes(array: Any) -> int:
+def _value_bytes(array: ArrowArray) -> int:
     """Return how many bytes the values of an array take at most, each counted as often as it occurs.
 
     Arrays may share values: those of a dictionary, of a run, and of views into one buffer.
@@ -242,7 +256,7 @@ def _value_bytes(array: Any) -> int:
     return max(array.nbytes, 8 * len(array))
 
 
-def _longest_value_bytes(array: Any) -> int:
+def _longest_value_bytes(array: ArrowArray) -> int:
     """Return how many bytes a value of an array takes at most."""
     if array.type in TEXT_OF or array.type in BINARY_OF:
         if "view" in str(array.type):
@@ -251,7 +265,7 @@ def _longest_value_bytes(array: Any) -> int:
     return _value_bytes(array)
 
 
-def _view_lengths(array: Any) -> Numbers:
+def _view_lengths(array: ArrowArray) -> Numbers:
     """Return the lengths of an array of views: int64[n]. A view takes 16 bytes and begins with its length."""
     views = np.frombuffer(array.buffers()[1], "<i4").reshape(-1, 4)[array.offset : array.offset + len(array)]
     return views[:, 0].astype(np.int64)

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -17,6 +17,8 @@ from shardprep.format.choices import choices_for
 from shardprep.format.plan_options import PlanOptions
 
 FieldPath = tuple[str, ...]
+JsonValue: TypeAlias = Any  # a str, int, float, bool, None, list or dict, as a parser of JSON gives it
+Columns = dict[str, list[JsonValue]]  # beside the texts, by name: "id", "source", "record"
 # A longer document is left out. The limit is the same on all machines, so that the bytes of a shard are, too.
 MOST_DOCUMENT_BYTES = 64 << 20
 # Levels of lists and objects. Python's own limit depends on its version and stack; orjson's is 1,024.
@@ -47,6 +49,7 @@ class TextFields:
     """
 
     is_chat = False  # whether texts are the JSON of conversations
+    takes_records = False  # whether the record itself is a column, for a function that makes the text
 
     def __init__(self, options: PlanOptions, path: str = "") -> None:
         """``path``: of a file in the input folder, if the options may differ by file."""
@@ -97,18 +100,22 @@ class TextFields:
             self._of_files[path] = type(self)(self.options, path)
         return self._of_files[path]
 
+    def of_columns(self, names: Sequence[str]) -> TextFields:  # noqa: ARG002
+        """Return what takes texts out of a table with these columns."""
+        return self
+
     def in_turn(self) -> list[TextFields]:
         """Return what takes each of several fields alone, in their order."""
         return self._in_turn or [self]
 
-    def chosen(self, record: Any) -> TextFields:
+    def chosen(self, record: JsonValue) -> TextFields:
         """Return what takes the first of several fields that a record has, or self if it has none."""
         for single in self._in_turn:
             if value_at(record, single.text_paths[0]) not in (MISSING, None):
                 return single
         return self
 
-    def chosen_value(self, values: Sequence[Any]) -> tuple[FieldPath, Any]:
+    def chosen_value(self, values: Sequence[JsonValue]) -> tuple[FieldPath, JsonValue]:
         """Return the first of several fields that has a value, given the values of ``text_paths``."""
         pairs = list(zip(self.text_paths, values, strict=True))
         for path, value in pairs:
@@ -122,25 +129,25 @@ class TextFields:
         """Return all fields that have to be read, each once."""
         return list(dict.fromkeys((*self.text_paths, *self.named.values())))
 
-    def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[str]]:
+    def columns(self, values: Mapping[FieldPath, Sequence[JsonValue]]) -> dict[str, list[str]]:
         """Return the columns beside the texts: "id" and "source", each if the options name its field.
 
         ``values``: of the fields in ``named``, by path.
         """
         return {each: list(map(name_of, values[path])) for each, path in self.named.items()}
 
-    def of_records(self, records: Sequence[Any]) -> tuple[list[str | UnusableText], dict[str, list[Any]]]:
+    def of_records(self, records: Sequence[JsonValue]) -> tuple[list[str | UnusableText], Columns]:
         """Return the text of each record, and the columns beside the texts."""
         texts = [each if isinstance(each, UnusableText) else self.text(each) for each in records]
         named = {path: [value_at(each, path) for each in records] for path in self.named.values()}
         return texts, dict(self.columns(named))
 
-    def text(self, record: Any) -> str | UnusableText:
+    def text(self, record: JsonValue) -> str | UnusableText:
         if not isinstance(record, dict):
             return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
         return self.text_of_values([value_at(record, path) for path in self.text_paths])
 
-    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
+    def text_of_values(self, values: Sequence[JsonValue]) -> str | UnusableText:
         """Return the text, given the values of ``text_paths``."""
         if self.is_first_of:
             path, value = self.chosen_value(values)
@@ -182,6 +189,8 @@ def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
 class RecordFields(TextFields):
     """Takes whole records as a column "record" beside the texts, for the function of ``--transform``."""
 
+    takes_records = True
+
     def __init__(self, options: PlanOptions, columns_of_table: Sequence[str] = ()) -> None:
         super().__init__(options)
         self.text_paths = [(name,) for name in columns_of_table]
@@ -192,16 +201,19 @@ class RecordFields(TextFields):
     def of_file(self, path: str) -> TextFields:  # noqa: ARG002
         return self
 
-    def of_records(self, records: Sequence[Any]) -> tuple[list[str | UnusableText], dict[str, list[Any]]]:
+    def of_columns(self, names: Sequence[str]) -> TextFields:
+        return RecordFields(self.options, names)
+
+    def of_records(self, records: Sequence[JsonValue]) -> tuple[list[str | UnusableText], Columns]:
         texts, columns = super().of_records(records)
         columns["record"] = list(records)
         return texts, columns
 
-    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
+    def text_of_values(self, values: Sequence[JsonValue]) -> str | UnusableText:  # noqa: ARG002
         return "a record"  # a placeholder for the result of --transform
 
-    def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
-        values_of: dict[str, list[Any]] = {**super().columns(values)}
+    def columns(self, values: Mapping[FieldPath, Sequence[JsonValue]]) -> Columns:
+        values_of: Columns = {**super().columns(values)}
         if self.text_paths:
             names = [name for (name,) in self.text_paths]
             values_of["record"] = []
@@ -212,7 +224,7 @@ class RecordFields(TextFields):
         return values_of
 
 
-def from_json(text: str) -> Any:
+def from_json(text: str) -> JsonValue:
     """Parse JSON. Returns UnusableText if it is invalid, or if an object has a key twice."""
     try:
         orjson.loads(text)  # rejects NaN, and halves of surrogate pairs
@@ -221,14 +233,14 @@ def from_json(text: str) -> Any:
         return UnusableText("bad_json", "a string that should be JSON is not")
 
 
-def parsed_if_json(value: Any) -> Any:
+def parsed_if_json(value: JsonValue) -> JsonValue:
     if not isinstance(value, str):
         return value
     parsed = from_json(value)
     return value if isinstance(parsed, UnusableText) else parsed
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a key occurs twice in one object")
@@ -242,7 +254,7 @@ def _path(name: str, flag: str) -> FieldPath:
     return path
 
 
-def value_at(record: Any, path: FieldPath) -> Any:
+def value_at(record: JsonValue, path: FieldPath) -> JsonValue:
     """Return the value of a field, or MISSING, which ``unusable`` describes."""
     for name in path:
         if not isinstance(record, dict) or name not in record:
@@ -251,7 +263,7 @@ def value_at(record: Any, path: FieldPath) -> Any:
     return record
 
 
-def unusable(path: FieldPath, value: Any, expected: str = "a string") -> UnusableText:
+def unusable(path: FieldPath, value: JsonValue, expected: str = "a string") -> UnusableText:
     if isinstance(value, UnusableText):
         return value
     name = ".".join(path)
@@ -262,14 +274,14 @@ def unusable(path: FieldPath, value: Any, expected: str = "a string") -> Unusabl
     return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected {expected}")
 
 
-def name_of(value: Any) -> str:
+def name_of(value: JsonValue) -> str:
     """Return an id or a source as text: a string as it is, another value as JSON, "" for none."""
     if value is MISSING or value is None or isinstance(value, UnusableText):
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: JsonValue) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", str: "a string"}
     names |= {type(None): "null", int: "a number", float: "a number"}
     return names.get(type(value), type(value).__name__)

@@ -98,7 +98,7 @@ class LimitedProcess:
 
     def _ask(self, question: tuple[Any, ...], answers: list[Any]) -> None:
         """Send a question, and append the answers until there is one for each item, or the process ends."""
-        self._start()
+        self.start()
         num_items = len(question[-1])
         left_bytes = self.answer_bytes
         with contextlib.suppress(OSError, EOFError):  # it ended
@@ -117,7 +117,8 @@ class LimitedProcess:
     def is_started(self) -> bool:
         return self._child is not None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process if it does not run. It imports its libraries while this one goes on."""
         if self._child is not None:
             return
         self._pipe, theirs = Pipe()

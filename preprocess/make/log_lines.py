@@ -47,6 +47,8 @@ def done_line(manifest: Manifest, folder: DataFolder) -> str:
     facts.append(f"{run.cpu_s:.1f} s of CPU")
     if run.transform_cpu_s:
         facts.append(f"{run.transform_cpu_s:.1f} of them in --transform")
+    if run.render_cpu_s:
+        facts.append(f"{run.render_cpu_s:.1f} of them rendering conversations")
     facts.append(f"{short_bytes(run.max_rss_bytes)} of memory")
     facts.append(f"a tar of {short_bytes(manifest.tar.num_bytes)}")
     return f"shard {shard_id:05d} is done: {', '.join(facts)}"

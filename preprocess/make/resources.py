@@ -25,6 +25,8 @@ PROCESS_BYTES = 300 << 20  # of a worker with Llama 3's vocabulary, before its f
 _ADDRESS_BYTES = 700 << 20  # address space that a worker reserves and does not use; with 200 some fail
 _M_ARENA_MAX = -8  # from glibc's malloc.h
 _NUM_HEAPS = 2
+_MOST_RENDERERS = 8
+_RENDERER_BYTES = 250 << 20  # of a process that renders, with transformers
 MEMORY_PER_BATCH_BYTE = 200  # for text, ids and tar blocks of three batches at once
 
 
@@ -185,6 +187,17 @@ def stretch_bytes(plan: Plan, settings: WorkerSettings) -> int:
     if settings.stretch_bytes is not None:
         return settings.stretch_bytes
     return _ROW_STRETCH_BYTES if plan.options.has_rows else _DOCUMENT_STRETCH_BYTES
+
+
+def num_renderers(settings: WorkerSettings, num_cpus: int) -> int:
+    """Return how many processes should render conversations: one for two CPUs, as the others encode.
+
+    Rendering takes some 40 % of the work on conversations. Each further process takes 2.5 s to start.
+    """
+    number = min(num_cpus // 2, _MOST_RENDERERS)
+    if settings.memory_gb is not None:
+        number = min(number, (int(settings.memory_gb * 2**30) - PROCESS_BYTES) // _RENDERER_BYTES)
+    return max(number, 1)
 
 
 def num_helpers(plan: Plan, shard: PlannedShard, settings: WorkerSettings, num_cpus: int) -> int:

@@ -97,9 +97,10 @@ class Worker:
         if not num_helpers:
             self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
-            from preprocess.read.chat import check_chat_versions
+            from preprocess.read import chat
 
-            check_chat_versions(plan.options.chat_versions)
+            chat.check_chat_versions(plan.options.chat_versions)
+            chat.use_processes(resources.num_renderers(settings, num_cpus))
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
         # With little memory, batches are smaller and fewer threads encode: three batches take 0.6 GB.

@@ -1,8 +1,10 @@
-"""Render conversations as texts with a model's chat template, in a process with limits.
+"""Render conversations as texts with a model's chat template, in processes with limits.
 
-transformers renders them, so the texts are those of ``apply_chat_template``. It runs in a process of its own,
-without torch. The process starts in about 2.5 s, renders about 3,000 short conversations per second, and is
-kept for the next shard. ``rendering.py`` is what runs there; ``answers.py`` finds what the assistant wrote.
+transformers renders them, so the texts are those of ``apply_chat_template``. It runs in processes of its own,
+without torch. A process starts in about 2.5 s, renders about 3,000 short conversations per second, and is
+kept for the next shard. A task with four CPUs or more has several, which render parts of each batch. The
+bytes of a shard do not depend on their number. ``rendering.py`` is what runs there; ``answers.py`` finds what
+the assistant wrote.
 
 Templates are code of other people, so the process has a limit of memory and, per conversation, of CPU time.
 A conversation over a limit fails the attempt. It is not left out, as its time depends on the node.
@@ -15,6 +17,9 @@ import json
 import os
 import sys
 import time
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +66,7 @@ def chat_template_of(
     is no template, and Refused if the rule is unknown.
     """
     try:
-        (answer,) = _PROCESS.call_each(_tokenizer_facts, (), [str(folder)])
+        (answer,) = _PROCESSES[0].call_each(_tokenizer_facts, (), [str(folder)])
     except CallFailed as error:
         raise no_tokenizer(str(folder), error.what) from None
     found = json.loads(answer)
@@ -95,10 +100,26 @@ def render_conversations(
 
     Raises TooCostly and ReadWriteError.
     """
-    try:
-        answers = _PROCESS.call_each(rendered_json, (template,), conversations)
-    except CallFailed as error:
-        raise TooCostly(error.number, error.what) from None
+    parts = _parts(conversations, len(_PROCESSES))
+    answers: list[Any] = []
+    if len(parts) == 1:
+        answers = _ask(_PROCESSES[0], template, parts[0], 0)
+    else:
+        for process, _ in zip(_PROCESSES, parts, strict=False):
+            process.start()  # from this thread, which gets the signals
+        with ThreadPoolExecutor(len(parts)) as pool:
+            try:
+                futures = []
+                first = 0
+                for process, part in zip(_PROCESSES, parts, strict=False):
+                    futures.append(pool.submit(_ask, process, template, part, first))
+                    first += len(part)
+                for future in futures:  # in order, so that the first conversation over a limit is named
+                    answers += future.result()
+            except BaseException:
+                for process in _PROCESSES:  # threads that wait for them end, too
+                    process.end(at_once=True)
+                raise
     found: list[list[Rendered] | UnusableText] = []
     for answer in map(json.loads, answers):
         is_unusable = isinstance(answer, dict)
@@ -106,15 +127,41 @@ def render_conversations(
     return found
 
 
+def _ask(process: LimitedProcess, template: ChatTemplate, part: list[str], first: int) -> list[Any]:
+    """Render a part of the conversations, whose first one has the number ``first``."""
+    try:
+        return process.call_each(rendered_json, (template,), part)
+    except CallFailed as error:
+        raise TooCostly(first + error.number, error.what) from None
+
+
+def _parts(conversations: list[str], most: int) -> list[list[str]]:
+    """Cut conversations into at most so many parts, of about the same number of characters."""
+    ends = list(accumulate(map(len, conversations)))
+    shares = [ends[-1] * number // most for number in range(1, most)]
+    cuts = [0, *(bisect_right(ends, share) for share in shares), len(conversations)]
+    parts = [conversations[first:end] for first, end in pairwise(cuts) if first < end]
+    return parts or [[]]
+
+
+def use_processes(number: int) -> None:
+    """Render in so many processes from now on."""
+    while len(_PROCESSES) < number:
+        _PROCESSES.append(_new_process())
+    while len(_PROCESSES) > number:
+        _PROCESSES.pop().end()
+
+
 def cpu_s() -> float:
-    """Return the CPU time of the process, which is no part of this one's; 0 before it starts."""
-    if not _PROCESS.is_started:
-        return 0.0
-    (seconds,) = _PROCESS.call_each(_cpu_s, (), [None])
-    return float(seconds)
+    """Return the CPU time of the processes, which is no part of this one's; 0 before they start."""
+    seconds = 0.0
+    for process in _PROCESSES:
+        if process.is_started:
+            seconds += float(process.call_each(_cpu_s, (), [None])[0])
+    return seconds
 
 
-# The process that renders. ------------------------------------------------------------------------------
+# The processes that render. ------------------------------------------------------------------------------
 
 
 def _prepare() -> None:
@@ -127,13 +174,17 @@ def _prepare() -> None:
     from transformers.utils import chat_template_utils  # noqa: F401
 
 
-_PROCESS = LimitedProcess(
-    name="renders chat templates",
-    prepare=_prepare,
-    memory_bytes=_MOST_MEMORY_BYTES,
-    cpu_s=_MOST_CPU_S,
-    answer_bytes=_MOST_BATCH_BYTES,
-)
+def _new_process() -> LimitedProcess:
+    return LimitedProcess(
+        name="renders chat templates",
+        prepare=_prepare,
+        memory_bytes=_MOST_MEMORY_BYTES,
+        cpu_s=_MOST_CPU_S,
+        answer_bytes=_MOST_BATCH_BYTES,
+    )
+
+
+_PROCESSES = [_new_process()]
 
 
 def _cpu_s(_: None) -> float:

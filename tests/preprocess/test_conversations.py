@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -176,6 +177,34 @@ def test_conversations_with_tools_take_a_models_template_for_tools(tmp_path: Pat
     assert planned(again, learn="last").plan_json()["plan_id"] == world.plan_json()["plan_id"]
     plain = planned(world_of(tmp_path / "plain", "Qwen 3", records), learn="last").run()
     assert [token for token, _ in pairs_of(plain)] != wanted
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_shard_has_the_same_bytes_however_many_processes_render(tmp_path: Path, number: int) -> None:
+    """The conversations of a batch are divided; one that is left out keeps its place among them."""
+    records = [*RECORDS, {"messages": [QUESTION]}, *RECORDS[:3]]
+    worlds = [world_of(tmp_path / name, "Qwen 3", records) for name in ("one", "several")]
+    planned(worlds[0], learn="each").run()
+    with mock.patch("preprocess.make.resources.num_renderers", return_value=number):
+        planned(worlds[1], learn="each").run()
+    assert left_out(worlds[0]) == left_out(worlds[1]) == [(len(RECORDS), "no_assistant")]
+    one, several = (world.contents() for world in worlds)
+    assert {name: one[name] for name in one if name.endswith((".tar", ".idx"))} == {
+        name: several[name] for name in several if name.endswith((".tar", ".idx"))
+    }
+
+
+def test_of_several_conversations_over_a_limit_the_first_one_is_named(tmp_path: Path) -> None:
+    """Both halves of the batch have one. The processes of a task render for the next plan, too."""
+    bomb = {"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"size": 2**62}}
+    world = world_of(tmp_path, "Qwen 3", [*RECORDS, bomb, *RECORDS, bomb])
+    template = world.tokenizer / "chat_template.jinja"
+    template.write_text("{% if size %}{{ 'x' * size }}{% endif %}" + template.read_text(encoding="utf-8"))
+    with mock.patch("preprocess.make.resources.num_renderers", return_value=2):
+        planned(world_of(tmp_path / "first", "Qwen 3", RECORDS)).run()
+    ended = world.try_plan(record="chat", seq_len=4096, num_shards=1)
+    place = sum(len(json.dumps(each, ensure_ascii=False).encode()) + 1 for each in RECORDS)
+    ended.ends(65, f"byte {place}")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ import numpy.typing as npt
 
 from preprocess.make.reference import decode, load_tokenizer
 from preprocess.make.token_ids import Ids
-from shardprep.console import counted, output_is_read, print_lines, with_progress
+from preprocess.peek_stats import stats_lines, stats_of
+from shardprep.console import counted, output_is_read, print_lines, say, with_progress
 from shardprep.errors import NotFound, UsageError
 from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
@@ -89,6 +91,9 @@ def peek_flags(parser: argparse.ArgumentParser) -> None:
     add("--num", type=int, default=5, help="number of samples (default: 5)")
     text = "number of characters to print of each document; 0: all (default: 400)"
     add("--chars", type=int, default=400, help=text)
+    add("--stats", action="store_true", help="print how long documents are, by source, instead of samples")
+    text = "print a line of JSON for each sample, with whole documents; with --stats one line"
+    add("--json", action="store_true", help=text)
 
 
 def peek(args: argparse.Namespace) -> int:
@@ -98,6 +103,8 @@ def peek(args: argparse.Namespace) -> int:
     for flag, value, least in (("--num", args.num, 1), ("--chars", args.chars, 0)):
         if value < least:
             raise UsageError.of_value(flag, value, f"a whole number from {least}")
+    if args.stats:
+        return _print_stats(folder, plan, args)
     try:
         pattern = re.compile(args.grep or "")
     except re.error as error:
@@ -130,13 +137,34 @@ def peek(args: argparse.Namespace) -> int:
                 if max(only, default=0) >= len(documents):
                     expected = f"documents 0 to {len(documents) - 1}"
                     raise NotFound(found=f"{shard_id}:{number}:{max(only)}", expected=expected)
-                _print_sample(plan, shard, number, documents, args.chars, only)
+                if args.json:
+                    print_lines(json.dumps(_sample_json(plan, shard, number, documents, only)))
+                else:
+                    _print_sample(plan, shard, number, documents, args.chars, only)
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
     if not num_shown and not args.addresses:
         wanted = f"one with {args.grep!r}; try another --grep" if args.grep else "one"
         raise NotFound(path=folder, found="no such sample", expected=wanted)
+    return 0
+
+
+def _print_stats(folder: DataFolder, plan: Plan, args: argparse.Namespace) -> int:
+    """Print the lengths of documents in all finished shards. Raises NotFound, UsageError."""
+    if args.addresses or args.grep:
+        given = "--grep" if args.grep else args.addresses[0]
+        raise UsageError(found=given, expected="no address and no --grep, as --stats counts all documents")
+    made = _made_shards(folder)
+    stats = stats_of(read_manifest(folder, number) for number in with_progress("reading manifests", made))
+    if args.json:
+        sources = [source.to_json() for source in stats]
+        facts = {"output_dir": str(args.output_dir), "num_shards": plan.num_shards, "num_made": len(made)}
+        print_lines(json.dumps({**facts, "sources": sources}))
+        return 0
+    if len(made) < plan.num_shards:
+        say(f"{len(made)} of {plan.num_shards} shards are made")
+    print_lines(*stats_lines(stats))
     return 0
 
 
@@ -287,6 +315,23 @@ def _print_sample(
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         print_lines(*(f"  {line}" for line in cut.split("\n")))
     print_lines("")
+
+
+def _sample_json(
+    plan: Plan, samples: ShardSamples, number: int, documents: list[str], only: set[int]
+) -> dict[str, Any]:
+    """Return a sample for programs: whole documents, of those in ``only`` (empty: all)."""
+    record = samples.records[number]
+    return {
+        "shard": samples.shard_id,
+        "sample": number,
+        "num_tokens": len(samples.ids(number)),
+        "num_with_labels": int(samples.loss_mask(number).sum()),
+        "begins_inside": len(documents) > len(samples.starts(number)),
+        "input": name_of_input([item.path for item in plan.inputs], int(record["input_number"])),
+        "input_offset": int(record["input_offset"]),
+        "documents": [text for position, text in enumerate(documents) if not only or position in only],
+    }
 
 
 def _with_cut_marks(text: str, *, at_begin: bool, at_end: bool) -> str:

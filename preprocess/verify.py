@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import random
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from shardprep.format.documents import kept_ids
 from shardprep.format.done import Check, Finding
 from shardprep.format.excluded import unmatched_names
 from shardprep.format.idx import misplaced_samples, read_idx
-from shardprep.format.index import merge_manifests
+from shardprep.format.index import DatasetIndex, merge_manifests
 from shardprep.format.inputs import input_kind
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.plan import Plan, need_plan
@@ -57,6 +58,7 @@ def verify_flags(parser: argparse.ArgumentParser) -> None:
         "also make N shards, or all, again with the engine tokenizers, and compare (default: 0; without N: 3)"
     )
     tier.add_argument("--deep", nargs="?", const="3", metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON on standard output")
     add_flags_of(parser.add_argument_group("for --deep"), InputSettings, is_grouped=False)
 
 
@@ -64,11 +66,17 @@ def verify(args: argparse.Namespace) -> int:
     """Check all shards, then write index.json or report the problems. Return the exit code."""
     num_deep = _number_of_deep(args.deep)
     folder = DataFolder(args.output_dir)
-    return verify_shards(folder, given_of(args, WorkerSettings), is_fast=args.fast, num_deep=num_deep)
+    given = given_of(args, WorkerSettings)
+    return verify_shards(folder, given, is_fast=args.fast, num_deep=num_deep, is_json=args.json)
 
 
 def verify_shards(
-    folder: DataFolder, given: dict[str, Any], *, is_fast: bool = False, num_deep: int = 0
+    folder: DataFolder,
+    given: dict[str, Any],
+    *,
+    is_fast: bool = False,
+    num_deep: int = 0,
+    is_json: bool = False,
 ) -> int:
     """Check a data set as ``verify`` does. ``given``: flags of a worker, for the ``num_deep`` shards."""
     plan = need_plan(folder)
@@ -81,9 +89,11 @@ def verify_shards(
     manifests, problems = _check_shards(folder, plan, is_fast=is_fast, standing=known)
     if num_deep and (makes_every or not problems):
         again = _make_again(folder, plan, given, num_deep, again=standing, wrong=problems)
-        if again or problems:
-            return _report_problems(folder, plan, {**again, **problems}, "every" if makes_every else "deep")
+        check = "every" if makes_every else "deep"
+        problems = {**again, **problems}
     if problems:
+        if is_json:
+            print_lines(json.dumps(_facts(folder, plan, check, problems=problems)))
         return _report_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
     path = folder.path_of(names.INDEX_NAME)
@@ -99,16 +109,24 @@ def verify_shards(
         if existing != content:
             error.advise(f"all shards are right, but {names.INDEX_NAME} was not written")
             raise
-    sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
-    # Only who has read every byte may call it verified.
-    compared = "checked manifests and sizes of" if is_fast else "verified"
-    print_lines(f"{compared} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
-    if is_fast:
-        print_lines(f"to also check every byte: {commands.on('verify', folder)}")
-    counts = {name: source.to_dict() for name, source in index.sources.items()}
-    print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
+    if is_json:
+        print_lines(json.dumps(_facts(folder, plan, check, index=index)))
+    else:
+        sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
+        # Only who has read every byte may call it verified.
+        compared = "checked manifests and sizes of" if is_fast else "verified"
+        print_lines(f"{compared} {counted(plan.num_shards, 'shard')}: {', '.join(sums)}; {wrote} {path}")
+        if is_fast:
+            print_lines(f"to also check every byte: {commands.on('verify', folder)}")
+        counts = {name: source.to_dict() for name, source in index.sources.items()}
+        print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if plan.options.excluded:
-        print_lines(*_exclude_lines(folder, plan, manifests))
+        lines = _exclude_lines(folder, plan, manifests)
+        if is_json:
+            for line in lines:
+                say(line)
+        else:
+            print_lines(*lines)
     with contextlib.suppress(OSError):
         folder.remove(done.FINDINGS_NAME)
     for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
@@ -205,6 +223,31 @@ def _make_again(
         shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
         print_lines(f"the reference engine makes the same bytes from the input of {shards}")
     return problems
+
+
+def _facts(
+    folder: DataFolder,
+    plan: Plan,
+    check: Check,
+    *,
+    index: DatasetIndex | None = None,
+    problems: Problems | None = None,
+) -> dict[str, Any]:
+    """Return what ``--json`` prints: ``index`` if all shards are right, else ``problems``."""
+    facts: dict[str, Any] = {
+        "output_dir": str(folder),
+        "check": check,
+        "is_right": index is not None,
+        "num_shards": plan.num_shards,
+    }
+    if index is not None:
+        for noun in ("samples", "documents", "tokens"):
+            facts[f"num_{noun}"] = int(index.column(f"num_{noun}").sum())
+        facts["sources"] = {name: source.to_dict() for name, source in index.sources.items()}
+    for shard_id, error in sorted((problems or {}).items()):
+        of_shard = {"exit_code": error.exit_code, "message": str(error)}
+        facts.setdefault("problems", {})[str(shard_id)] = of_shard
+    return facts
 
 
 def _report_problems(folder: DataFolder, plan: Plan, problems: Problems, check: Check) -> int:

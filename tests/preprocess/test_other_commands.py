@@ -10,6 +10,7 @@ import os
 import random
 import re
 import struct
+import tarfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ def peek(world: World, *words: object) -> list[str]:
     return ended.out.rstrip("\n").split("\n\n")
 
 
+def as_records(lines: list[str]) -> list[dict[str, str]]:
+    return [{"text": line} for line in lines]
+
+
 def head(block: str) -> tuple[int, int]:
     """Return (shard, number) of a printed sample."""
     found = HEAD.match(block.splitlines()[0])
@@ -112,6 +117,42 @@ def test_each_address_shows_its_document(worlds: Worlds, form: str) -> None:
     title, *documents = re.split(r"^(?=  --- )", block, flags=re.MULTILINE)
     for number, document in enumerate(documents):
         assert peek(world, f"{shard}:{sample}:{number}") == [f"{title}{document}".rstrip("\n")]
+
+
+def test_peek_stats_counts_documents_by_length_and_source(tmp_path: Path) -> None:
+    world = World(tmp_path).raw(
+        {"web/a.jsonl": as_records(LINES[:70]), "code/b.jsonl": as_records(LINES[70:])}
+    )
+    world.plan(num_shards=3, recursive=True, token_format="json").run()
+    lengths: dict[str, list[int]] = {"web": [], "code": []}
+    for shard in world.data_dir.glob("*.tar"):
+        with tarfile.open(shard) as tar:
+            texts = {each.name: tar.extractfile(each).read() for each in tar}  # type: ignore[union-attr]
+        for name, content in texts.items():
+            if name.endswith(".token_ids.json"):
+                text = texts[name.replace("token_ids.json", "text.txt")].decode()
+                source = "web" if int(text.split()[0]) < 70 else "code"
+                lengths[source].append(len(json.loads(content)))
+    told = json.loads(world.main("peek", world.data_dir, "--stats", "--json").ends(0).out)
+    for source in told["sources"]:
+        expected = lengths[source["name"]]
+        assert (source["num_documents"], source["num_tokens"]) == (len(expected), sum(expected))
+        for low, num in source["num_of_length"].items():
+            assert num == sum(int(low) <= length < 2 * int(low) for length in expected)
+    printed = world.main("peek", world.data_dir, "--stats").ends(0).out.splitlines()
+    assert max(map(len, printed)) <= 80
+    assert sum(line.count("#") == 30 for line in printed) == 2, "the longest bar of each source"
+    world.main("peek", world.data_dir, "0:1", "--stats").ends(2, "0:1")
+
+
+def test_peek_json_has_what_peek_prints(worlds: Worlds) -> None:
+    world = worlds["packed"]
+    blocks = peek(world, "--num", 10**6)
+    printed = world.main("peek", world.data_dir, "--json", "--num", 10**6).ends(0).out.splitlines()
+    samples = [json.loads(line) for line in printed]
+    assert [(each["shard"], each["sample"]) for each in samples] == list(map(head, blocks))
+    told = ["".join(re.sub("⟦.*?⟧", "", text) for text in each["documents"]) for each in samples]
+    assert [text.replace("\ufffd", "…") for text in told] == list(map(body, blocks))
 
 
 def test_peek_grep_shows_the_samples_that_match(worlds: Worlds) -> None:

@@ -71,6 +71,21 @@ def test_a_broken_side_file_is_found_and_its_shard_is_made_again(
     check_found_and_made_again(world, made)
 
 
+def test_verify_json_says_what_is_right_or_wrong(world: World) -> None:
+    right = json.loads(world.main("verify", world.data_dir, "--json").ends(0).out)
+    index = json.loads((world.data_dir / "index.json").read_bytes())
+    assert (right["is_right"], right["check"], right["num_shards"]) == (True, "full", len(index["shards"]))
+    assert right["sources"] == index["sources"]
+    assert right["num_tokens"] == sum(source["num_tokens"] for source in index["sources"].values())
+    path = world.data_dir / "shard-00001.tar"
+    path.write_bytes(path.read_bytes()[:-1])
+    ended = world.main("verify", world.data_dir, "--json")
+    wrong = json.loads(ended.out)
+    assert (wrong["is_right"], list(wrong["problems"])) == (False, ["1"])
+    assert (wrong["problems"]["1"]["exit_code"], ended.code) == (65, 65)
+    assert str(path) in wrong["problems"]["1"]["message"]
+
+
 def test_every_broken_shard_is_named_and_fast_checks_only_sizes(world: World, tmp_path: Path) -> None:
     flip_a_bit(world.data_dir / "shard-00002.tar")
     world.main("verify", world.data_dir, "--fast").ends(0)

@@ -1,0 +1,97 @@
+"""``shardprep peek --stats``: how long the documents of each source are, as a histogram for a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardprep.console import counted
+from shardprep.format.manifest import Manifest
+
+_BAR_COLUMNS = 30
+_SOURCE_NAME = "."  # of files without a subfolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceStats:
+    """The documents of a source in the finished shards.
+
+    ``num_of_length`` counts documents by length: entry 2^b is those of 2^b to 2^(b+1) - 1 tokens, entry 0 the
+    empty ones.
+    """
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    num_text_bytes: int  # as UTF-8
+    num_of_length: dict[int, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def stats_of(manifests: Iterable[Manifest]) -> list[SourceStats]:
+    """Return the statistics of all sources, most tokens first."""
+    num_documents: Counter[str] = Counter()
+    num_tokens: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
+    lengths: dict[str, Counter[int]] = {}
+    for manifest in manifests:
+        for name, texts in (manifest.run.texts or {}).items():
+            num_bytes[name] += texts.num_bytes
+            of_source = lengths.setdefault(name, Counter())
+            for low, (documents, tokens) in texts.lengths.items():
+                num_documents[name] += documents
+                num_tokens[name] += tokens
+                of_source[_power_of_2(int(low))] += documents
+    names = sorted(lengths, key=lambda name: (-num_tokens[name], name))
+    return [
+        SourceStats(
+            name=name or _SOURCE_NAME,
+            num_documents=num_documents[name],
+            num_tokens=num_tokens[name],
+            num_text_bytes=num_bytes[name],
+            num_of_length=dict(sorted(lengths[name].items())),
+        )
+        for name in names
+    ]
+
+
+def _power_of_2(length: int) -> int:
+    """Return the largest power of 2 that is at most ``length``, 0 for 0."""
+    return 1 << length.bit_length() >> 1
+
+
+def stats_lines(stats: Iterable[SourceStats]) -> list[str]:
+    """Return a histogram for each source, in at most 80 columns."""
+    lines: list[str] = []
+    for source in stats:
+        documents = counted(source.num_documents, "document")
+        tokens = counted(source.num_tokens, "token")
+        tokens_per_document = source.num_tokens / max(1, source.num_documents)
+        bytes_per_token = source.num_text_bytes / max(1, source.num_tokens)
+        lines.append(f"{source.name}: {documents}, {tokens}")
+        lines.append(f"  {tokens_per_document:,.0f} tokens a document, {bytes_per_token:.2f} bytes a token")
+        lines.append(f"  {'tokens':>23} {'documents':>15}")
+        most = max(source.num_of_length.values(), default=1)
+        for low in _without_gaps(source.num_of_length):
+            num = source.num_of_length.get(low, 0)
+            bar = "#" * -(-num * _BAR_COLUMNS // most)
+            label = f"{low:,}" if low < 2 else f"{low:,} to {2 * low - 1:,}"
+            lines.append(f"  {label:>23} {num:>15,} {bar}".rstrip())
+        lines.append("")
+    return lines
+
+
+def _without_gaps(lows: Iterable[int]) -> list[int]:
+    """Return all classes of length from the first one to the last one."""
+    found = sorted(lows)
+    between = []
+    low = found[0] if found else 1
+    while found and low <= found[-1]:
+        between.append(low)
+        low = max(1, 2 * low)
+    return between

@@ -104,7 +104,13 @@ def peek(args: argparse.Namespace) -> int:
         if value < least:
             raise UsageError.of_value(flag, value, f"a whole number from {least}")
     if args.stats:
-        return _print_stats(folder, plan, args)
+        if args.addresses or args.grep:
+            given = "--grep" if args.grep else args.addresses[0]
+            raise UsageError(
+                found=given, expected="no address and no --grep, as --stats counts all documents"
+            )
+        _print_stats(folder, plan, is_json=args.json)
+        return 0
     try:
         pattern = re.compile(args.grep or "")
     except re.error as error:
@@ -150,22 +156,18 @@ def peek(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_stats(folder: DataFolder, plan: Plan, args: argparse.Namespace) -> int:
-    """Print the lengths of documents in all finished shards. Raises NotFound, UsageError."""
-    if args.addresses or args.grep:
-        given = "--grep" if args.grep else args.addresses[0]
-        raise UsageError(found=given, expected="no address and no --grep, as --stats counts all documents")
+def _print_stats(folder: DataFolder, plan: Plan, *, is_json: bool) -> None:
+    """Print the lengths of documents in all finished shards. Raises NotFound."""
     made = _made_shards(folder)
     stats = stats_of(read_manifest(folder, number) for number in with_progress("reading manifests", made))
-    if args.json:
+    if is_json:
         sources = [source.to_json() for source in stats]
-        facts = {"output_dir": str(args.output_dir), "num_shards": plan.num_shards, "num_made": len(made)}
+        facts = {"output_dir": str(folder), "num_shards": plan.num_shards, "num_made": len(made)}
         print_lines(json.dumps({**facts, "sources": sources}))
-        return 0
+        return
     if len(made) < plan.num_shards:
         say(f"{len(made)} of {plan.num_shards} shards are made")
     print_lines(*stats_lines(stats))
-    return 0
 
 
 def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:

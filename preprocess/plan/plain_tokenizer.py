@@ -43,8 +43,11 @@ def plain_files(given: Files, name: str) -> tuple[Files, ForeignTokenizer] | Non
             for name in (TOKENIZER_FILE, TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
         )
         added = {str(token["id"]): token for token in data.get("added_tokens") or []}
-        tokens: list[Any] = [each.get(role) for each in (config, named) for role in _NAMED]
-        tokens += [token for each in (config, named) for role in _LISTED for token in each.get(role) or []]
+        tokens: list[Any] = []
+        for each in (config, named):
+            tokens += map(each.get, _NAMED)
+            for role in _LISTED:
+                tokens += each.get(role) or []
         contents = {token["content"] if isinstance(token, dict) else token for token in tokens}
         decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
         if not (

@@ -24,7 +24,7 @@ from preprocess.plan.estimate import Estimate
 from preprocess.plan.inputs import find_inputs
 from preprocess.plan.sampling import sample_documents, sample_of_plan
 from preprocess.plan.scratch import scratch_folder
-from preprocess.plan.tokenizer import added_ids, document_ends_line, resolve_tokenizer
+from preprocess.plan.tokenizer import ResolvedTokenizer, added_ids, document_ends_line, resolve_tokenizer
 from preprocess.plan.trial import check_transform
 from preprocess.read import chat
 from preprocess.read.formats import Texts
@@ -37,7 +37,7 @@ from shardprep.format import plan as plans
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.documents import read_names
 from shardprep.format.excluded import publish_excluded, stamps_of_given
-from shardprep.format.plan import InputFile, Plan, PlannedShard
+from shardprep.format.plan import Cut, InputFile, Plan, PlannedShard
 from shardprep.format.plan_options import PlanOptions, PrepConfig
 
 Say = Callable[[str], None]
@@ -123,6 +123,9 @@ def make_plan(
             if after[-1:] == [resolved.spec.eos_token_id]:  # the tokenizer itself ends each document with EOS
                 found_out |= {"append_eos": True, "own_eos": True}
         # Make the plan. Its id covers all that decides the bytes of the shards.
+        left_out: list[tuple[str, str]] = []
+        for reason, lost in listing.left_out.items():
+            left_out += [(reason, name) for name in lost]
         plan = Plan(
             plan_id="",
             input_dir=input_dir,
@@ -135,36 +138,22 @@ def make_plan(
             fast_engine_is_equal=False,
             inputs=inputs,
             cuts=cuts,
-            left_out=[(reason, name) for reason, lost in listing.left_out.items() for name in lost],
+            left_out=left_out,
         )
-        if config.hash_inputs:  # reads the whole input: about 1 s of a core per gigabyte
-            with ThreadPoolExecutor(NUM_THREADS) as pool:
-                hashes = [*pool.map(_sha256_of_input, map(plan.shard, range(plan.num_shards))), ""]
-            pairs = zip(cuts, hashes, strict=True)
-            hashed = [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
-            plan = dataclasses.replace(plan, cuts=hashed)
+        if config.hash_inputs:
+            plan = dataclasses.replace(plan, cuts=_hashed_cuts(plan))
         plan = dataclasses.replace(plan, plan_id=plans.plan_id(plan))
         # Measure a sample, with the user's function and the engine that the workers will use.
         if transform is not None:
             check_transform(plan, transform, say)
         engine = resolved.reference
         if tries_fast:
-            # The fast engine must give equal ids for the probe, a sample of the input and the gate's texts.
-            sample = [text.encode() for text in resolved.probe]
-            for documents in sample_of_plan(plan, _COMPARED_BYTES, transform):
-                sample += map(_beginning, itertools.islice(documents.texts, _MOST_COMPARED_TEXTS))
-            texts = Texts(sample)
-            saved = resolved.saved
-            path = scratch / names.TOKENIZER_FILE
-            sha256 = ids_sha256([engine.encode(texts)])
-            content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
-            fast = equal_fast_engine(content, path, texts, sha256, allow_special_tokens=allow)
-            if isinstance(fast, Engine) and resolved.passes_gate(fast):
+            fast = _fast_engine(plan, resolved, transform, scratch, allow_special_tokens=allow)
+            if isinstance(fast, Engine):
                 engine = fast
                 plan = dataclasses.replace(plan, fast_engine_is_equal=True)
             else:
-                why = fast if isinstance(fast, str) else "its ids differ from those of tokenizers"
-                say(f"gigatoken is not used for this tokenizer ({why}); tokenizers is several times slower")
+                say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers is several times slower")
         line = document_ends_line(plan, resolved.reference, resolved.saved[names.TOKENIZER_FILE])
         if line:
             say(line)
@@ -210,6 +199,40 @@ def make_plan(
         if excluded is not None and config.exclude is not None:
             publish_excluded(folder, config.exclude, excluded, id_field=config.id_field)
         return frozen, estimate
+
+
+def _fast_engine(
+    plan: Plan,
+    resolved: ResolvedTokenizer,
+    transform: Transform | None,
+    scratch: Path,
+    *,
+    allow_special_tokens: bool,
+) -> Engine | str:
+    """Return the fast engine if its ids equal the reference's, or else why it is not used.
+
+    They are compared for the probe, a sample of the input and the gate's texts.
+    """
+    sample = [text.encode() for text in resolved.probe]
+    for documents in sample_of_plan(plan, _COMPARED_BYTES, transform):
+        sample += map(_beginning, itertools.islice(documents.texts, _MOST_COMPARED_TEXTS))
+    texts = Texts(sample)
+    saved = resolved.saved
+    sha256 = ids_sha256([resolved.reference.encode(texts)])
+    content = saved.get(names.FAST_TOKENIZER_FILE, saved[names.TOKENIZER_FILE])
+    path = scratch / names.TOKENIZER_FILE
+    fast = equal_fast_engine(content, path, texts, sha256, allow_special_tokens=allow_special_tokens)
+    if isinstance(fast, Engine) and not resolved.passes_gate(fast):
+        return "its ids differ from those of tokenizers"
+    return fast
+
+
+def _hashed_cuts(plan: Plan) -> list[Cut]:
+    """Return the plan's cuts with the hash of each shard's input: about 1 s of a core per gigabyte."""
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        hashes = [*pool.map(_sha256_of_input, map(plan.shard, range(plan.num_shards))), ""]
+    pairs = zip(plan.cuts, hashes, strict=True)
+    return [msgspec.structs.replace(cut, sha256=sha256) for cut, sha256 in pairs]
 
 
 def _sha256_of_input(shard: PlannedShard) -> str:

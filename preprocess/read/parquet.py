@@ -189,12 +189,12 @@ class _Dictionaries:
             batch_size=_SEEN_ROWS, row_groups=[number], columns=names, use_threads=False
         )
         try:
-            longest_of_columns = [
-                _longest_values(column) for row in itertools.islice(rows, 1) for column in row.columns
-            ]
+            longest: list[int] = []
+            for batch in itertools.islice(rows, 1):
+                for column in batch.columns:
+                    longest += _longest_values(column)
         except NotImplementedError:
             return None
-        longest = list(itertools.chain.from_iterable(longest_of_columns))
         # A column without a value in the first rows shows no dictionary.
         return sum(longest) * values_per_row if len(longest) == len(names) and all(longest) else None
 
@@ -212,7 +212,7 @@ def _longest_values(array: Any) -> list[int]:
         inner = [array.values]
     else:
         inner = []
-    return [length for each in inner for length in _longest_values(each)]
+    return list(itertools.chain.from_iterable(map(_longest_values, inner)))
 
 
 def _rows_decoded_at_once(dictionaries: _Dictionaries, batch_bytes: int, number: int) -> int:

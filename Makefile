@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/release .ci/test_versions
 
-.PHONY: help install demo test test_packages test_quick test_frameworks test_lowest test_newest torture mutants coverage lint docs release bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
+.PHONY: help install demo test test_packages test_quick test_frameworks test_lowest test_newest torture mutants coverage lint docs release publish bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -102,6 +102,9 @@ docs: install ## the documentation as a site, in ./site; a broken link fails it
 
 release: install ## sdist and wheel in ./dist, checked, and tried with each Python from 3.10 on that is found (3 minutes)
 	.ci/release
+
+publish: install ## `make release`, then upload ./dist with twine; commit first, have a token (TWINE_REPOSITORY: another index)
+	.ci/release --publish
 
 bench_preprocess: install ## CPU time of the baseline, the peers and this project (15 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py

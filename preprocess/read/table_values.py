@@ -1,16 +1,17 @@
-"""The values of tables as those of JSON, by one rule per type (docs/format.md, "Values of tables").
+"""The values of tables as those of JSON, by one rule per type.
 
 - Booleans, integers, floats: as in JSON. Strings, binary, their views: the text.
 - Decimals: a string with all digits of the scale, ``"1.50"``.
-- Dates, timestamps: ``"2026-01-01"``, ``"2026-01-01T03:02:00.500000"``; with a time zone in UTC, with ``+00:00``.
-- Times: ``"03:02:00"``. Durations: ``"PT1.500000S"``, ``"-PT3S"``. Intervals: ``[months, days, nanoseconds]``.
+- Dates, timestamps: ``"2026-01-01"``, ``"2026-01-01T03:02:00.500000"``; with a time zone in UTC, with
+  ``+00:00``.
+- Times: ``"03:02:00"``. Durations: ``"PT1.500000S"``, ``"-PT3S"``. Intervals: ``[months, days, ns]``.
 - Lists, structs, maps: lists, objects, lists of pairs. Dictionaries, run-end encoded: their values.
-- ``arrow.json``, ``arrow.uuid``, ``arrow.bool8``: what the JSON says, ``"8-4-4-4-12"`` digits, a Boolean. Other
-  extension types: as stored.
+- ``arrow.json``, ``arrow.uuid``, ``arrow.bool8``: what the JSON says, ``"8-4-4-4-12"`` digits, a Boolean.
+  Other extension types: as stored.
 
-A fraction of a second has 6 digits, 9 if nanoseconds need them, and none if it is 0. These have no value: bytes that
-are not UTF-8, invalid JSON, a date outside the years 1 to 9999, a time outside the day, a struct with two fields of the
-same name, and anything that contains one of them.
+A fraction of a second has 6 digits, 9 if nanoseconds need them, and none if it is 0. These have no value:
+bytes that are not UTF-8, invalid JSON, a date outside the years 1 to 9999, a time outside the day, a struct
+with two fields of the same name, and anything that contains one of them.
 
 A value without one becomes an UnusableText. pyarrow's own ``to_pylist`` returns objects of pandas if that is
 installed, and fails at the first value that has no Python object.

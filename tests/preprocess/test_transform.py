@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.checkout import ROOT
 from tests.documented import examples_of
 from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
@@ -331,6 +332,7 @@ def test_the_example_functions_of_the_docs_work(tmp_path: Path) -> None:
     pytest.importorskip("ftfy", exc_type=ImportError)
     raw = {"a.jsonl": [{"text": text} for text in DOCUMENTED]}
     functions = [each for each in examples_of("inputs.md") if "def transform" in each]
+    functions.append((ROOT / "examples/web_filters.py").read_text(encoding="utf-8"))
     assert len(functions) >= 3
     for number, function in enumerate(functions):
         world = made(tmp_path / str(number), function, raw)

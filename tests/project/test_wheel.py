@@ -324,7 +324,7 @@ def test_the_example_from_text_to_a_model_continues_after_its_checkpoint(
     begin = f"import sys; sys.executable, script = {str(warm.python)!r}, {script!r}"
     code = f"{begin}; sys.path.insert(0, {str(ROOT / 'examples')!r})"
     code += "; import runpy; runpy.run_path(script, run_name='__main__')"
-    words = [warm.python, "-c", code, "OUT", *small]
+    words = [str(warm.python), "-c", code, "OUT", *small]
     first = run_child([*words, "--num_steps", "10"], cwd=tmp_path, env=ENVIRON)
     second = run_child([*words, "--num_steps", "20"], cwd=tmp_path, env=ENVIRON)
     assert first.stdout.count("$ shardprep") == 7

@@ -128,8 +128,9 @@ def get_llama3_dataloader(
                 (80_000, {...})]``. Each source has its own epochs, see ``loader.source_epochs``.
             weights_in: unit of the weights: ``"samples"`` or ``"tokens"``, by each source's mean length.
             amend: accept a state of other weights, sources or global batch sizes, which is otherwise refused.
-                The loader's own take effect at the next border, at most 64 steps later. Until then keep a
-                dropped source in ``input_shards``, without a weight. Sizes: multiples of the run's first.
+                The new weights, sources and sizes apply from the next border, at most 64 steps later. Until
+                then keep a dropped source in ``input_shards``, without a weight. Each new size must be a
+                multiple of the run's first size.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -141,11 +142,12 @@ def get_llama3_dataloader(
             targets: with ``"same"`` labels equal the ids, for models that shift them, like transformers'.
                 With ``"shifted"`` ``labels[:, t]`` is the token after ``input_ids[:, t]``, for loops like
                 those of Megatron, nanoGPT and torchtitan; plan packed rows with a ``--seq_len`` one larger.
-            max_length: truncate unpacked documents to this many tokens; ``loader.metrics`` counts the rest.
+            max_length: truncate unpacked documents to this many tokens. ``loader.metrics.num_cut_tokens``
+                counts the tokens that are cut off.
 
         Processes and workers:
-            num_workers: reading processes per rank; 0: the training process reads. At most
-                ``global_batch_size / (world_size x group_by_length)`` have work.
+            num_workers: reading processes per rank; 0: the training process reads. Workers beyond
+                ``global_batch_size / (world_size x group_by_length)`` have no work.
             prefetch_factor: chunks of up to 1 MiB that each worker reads ahead. Default: 2.
             pin_memory: copy batches into pinned memory. Default: True if CUDA is available.
             persistent_workers: keep workers between epochs; they read ahead into the next one.

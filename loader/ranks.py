@@ -198,7 +198,8 @@ def ensure_prepared(
         else:
             _compare(given)
         if size_of_file(folder / INDEX_NAME) is None:
-            _run("run", {"num_proc": num_proc}, str(folder))
+            function = options.get("transform")  # the plan keeps its hash alone
+            _run("run", {"num_proc": num_proc, "transform": function}, str(folder))
             _run("verify", {}, str(folder))
     except BaseException as error:
         if who.world_size > 1:

@@ -41,7 +41,10 @@ for name in "${numbers[@]/#/SLURM_}" SHARDPREP_MAX_REQUEUES; do
 done
 # The id of the last task of an array is also that of the array: with it, Slurm would requeue all tasks.
 job=$SLURM_JOB_ID
-[[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
+  [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || { say "SLURM_ARRAY_JOB_ID without SLURM_ARRAY_TASK_ID, expected both"; exit 2; }
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
 checkpoints=$3
 [[ -r $1 ]] || { say "no program $1 (relative to $PWD)"; exit 2; }
 mkdir -p "$checkpoints"

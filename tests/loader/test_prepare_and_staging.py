@@ -114,10 +114,15 @@ def test_other_options_and_other_inputs_are_refused_on_every_rank(
 
 
 @pytest.mark.processes
-def test_options_that_are_left_out_later_are_refused_too(planned: World, prepared: Prepare) -> None:
-    """The data set has packed rows and holds documents out; the call asks for documents, all for training."""
+def test_options_that_are_left_out_later_are_refused_too(
+    planned: World, prepared: Prepare, tmp_path: Path
+) -> None:
+    """The data set has a function, packed rows, and holds documents out; the call asks for other things."""
     shutil.rmtree(planned.data_dir)
+    function = tmp_path / "function.py"
+    function.write_text("def transform(record):\n    return record['text'].upper()\n")
     options: dict[str, Any] = {"record": "packed", "seq_len": 8, "validation_fraction": 0.1}
+    options["transform"] = function
     assert prepared(0, **options) == prepared(0, **options) == str(planned.data_dir)
     with refuses(Refused):
         prepared(0, record="packed", seq_len=8)

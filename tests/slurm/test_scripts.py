@@ -445,3 +445,5 @@ def test_a_task_of_an_array_requeues_only_itself(tmp_path: Path) -> None:
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     train(tmp_path, "touch step-1.pt; exit 75", code=-15, **task)
     assert (tmp_path / "requeued").read_text() == "7_3\n"
+    task["SLURM_ARRAY_TASK_ID"] = ""
+    assert "SLURM_ARRAY_TASK_ID" in train(tmp_path, "touch step-2.pt; exit 75", code=2, **task)

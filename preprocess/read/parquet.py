@@ -28,6 +28,7 @@ from shardprep.errors import BadInput
 
 _MOST_DECODED_BYTES = 16 << 20  # of rows that pyarrow decodes at once, unless one row has more
 _VALUE_BYTES = 16  # a decoded value takes at least so much, however few bits encode it
+_LEAST_DECODED_BYTES = 4 << 20  # decoding costs time for each column, however few rows there are
 _SEEN_ROWS = 64  # read to see the dictionaries of a row group
 _FEW_ROWS = 16  # decoded at once if their size is unknown
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is in memory as a whole
@@ -221,7 +222,7 @@ def _rows_decoded_at_once(dictionaries: _Dictionaries, batch_bytes: int, number:
     num_bytes = 0
     for column in _columns_in_use(dictionaries.metadata, number, dictionaries.fields):
         num_bytes += max(column.total_uncompressed_size, _VALUE_BYTES * column.num_values)
-    most = rows_at_once(num_rows, num_bytes, batch_bytes)
+    most = rows_at_once(num_rows, num_bytes, max(batch_bytes, _LEAST_DECODED_BYTES))
     row_bytes = dictionaries.most_row_bytes(number)
     if row_bytes is None:
         return min(most, _FEW_ROWS)

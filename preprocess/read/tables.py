@@ -7,7 +7,7 @@ import contextlib
 import io
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -184,7 +184,8 @@ def records_of_batch(
     batch: ArrowBatch, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[InputRecords]:
     """Yield the records of a record batch, some rows at a time. The first ones count ``num_bytes``."""
-    columns = {path: _column(batch, path) for path in fields.paths}
+    names = set(batch.schema.names)  # a table may have thousands
+    columns = {path: _column(batch, names, path) for path in fields.paths}
     arrays = [column for column, _ in columns.values() if column is not None]
     most = rows_at_once(batch.num_rows, sum(array.nbytes for array in arrays), 2 * batch_bytes)
     first = 0
@@ -210,12 +211,12 @@ def records_of_batch(
         num_bytes = 0
 
 
-def _column(batch: ArrowBatch, path: FieldPath) -> tuple[ArrowArray, ReadValue]:
+def _column(batch: ArrowBatch, names: Container[str], path: FieldPath) -> tuple[ArrowArray, ReadValue]:
     """Return the array of a field in its stored type, or None if there is none, and what reads its values.
 
     Raises ValueError if an offset or index in it is out of bounds.
     """
-    if path[0] not in batch.schema.names:
+    if path[0] not in names:
         return None, same_value
     column = batch.column(path[0])
     for name in path[1:]:

@@ -686,6 +686,31 @@ def test_rows_that_share_a_text_are_decoded_few_at_a_time(
     assert (max(joined, default=0) > 0) == (form == "lists.parquet")
 
 
+@pytest.mark.processes  # plan tries a function in a process
+def test_a_wide_table_is_decoded_in_few_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch costs time for each column, however few rows it has."""
+    num_rows: list[int] = []
+    read = pa.parquet.ParquetFile.iter_batches
+
+    def iter_batches(*given: Any, **options: Any) -> Any:
+        for batch in read(*given, **options):
+            num_rows.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
+    function = tmp_path / "beginning.py"
+    function.write_text("def transform(record):\n    return record['text'] + str(record['c299'])\n")
+    table = {"text": [f"text {row}" for row in range(400)]}
+    columns = {f"c{number}": [float(row) for row in range(400)] for number in range(300)}
+    sink = io.BytesIO()
+    pa.parquet.write_table(pa.table({**table, **columns}), sink)
+    world = World(tmp_path).raw({"a.parquet": sink.getvalue()}).plan(num_shards=1, transform=function)
+    num_rows.clear()
+    world.run(transform=function)
+    assert world.texts() == [f"text {row}{float(row)}" for row in range(400)]
+    assert len(num_rows) <= 4, num_rows
+
+
 PARQUET, GZIP, LINES = table_bytes({"text": FIRST}, "parquet"), gzip_member("first"), json_lines(TEXTS)
 MEMBER, FOOTER_BYTES = gzip_member("text", NAME | HCRC), int.from_bytes(PARQUET[-8:-4], "little")
 # The random files above have more cuts and flipped bits.

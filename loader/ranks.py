@@ -25,18 +25,12 @@ from shardprep.console import say
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.files import read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
+from shardprep.launch import MPI, TORCHRUN, find_launch
 from shardprep.local_paths import check_local_path
 from shardprep.processes import start_python
 from shardprep.publishing import publish_bytes
 
-# Variables of rank and world size. They come before Slurm's, since mpirun starts one srun task per node.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "torchrun sets them"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun sets them"),
-    ("PMI_RANK", "PMI_SIZE", "mpiexec sets them"),
-)
-# From here Slurm numbers the steps that the user did not start by srun (batch script, interactive shell).
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_LAUNCHERS = (TORCHRUN, *MPI)
 _OR_PASSED = "or rank= and world_size="
 
 
@@ -91,48 +85,10 @@ def _rank_from(environ: Mapping[str, str]) -> ProcessRank | None:
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
-    for rank_name, size_name, setter in _LAUNCHERS:
-        if (rank_name in environ) != (size_name in environ):
-            found = f"{rank_name}={environ.get(rank_name)} and {size_name}={environ.get(size_name)}"
-            raise UsageError(found=found, expected=f"both, as {setter}, or neither, {_OR_PASSED}")
-        if rank_name in environ:
-            break
-    else:
-        rank_name = "SLURM_PROCID"
-        size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-        if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
-            found = f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes"
-            raise UsageError(found=found, expected=f"RANK and WORLD_SIZE in each process, {_OR_PASSED}")
-        is_alone = size_name not in environ or _number(environ, size_name) == 1
-        if is_alone or not _is_task_of_srun(environ):
-            return None
-        if rank_name not in environ:
-            found = f"{size_name}={environ[size_name]} without {rank_name}"
-            raise UsageError(found=found, expected=f"a training job that srun starts, {_OR_PASSED}")
-    rank, world_size = _number(environ, rank_name), _number(environ, size_name)
-    return ProcessRank(rank=rank, world_size=world_size, source=f"{rank_name}/{size_name}")
-
-
-def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as one of its tasks.
-
-    A batch script and salloc's shell are single processes. Without a job id, a container got the variables.
-    """
-    for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
-        if name in environ:
-            return _number(environ, name) < _FIRST_SPECIAL_STEP
-    in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
-    if in_job and environ.get("SLURM_PROCID", "0") != "0":
-        found = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID, so task 0 looks like a script"
-        raise UsageError(found=found, expected=f"both in the environment, {_OR_PASSED}")
-    return not in_job and "SLURM_PROCID" in environ
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise UsageError.of_value(name, environ[name], "a whole number") from None
+    found = find_launch(environ, otherwise=_OR_PASSED, launchers=_LAUNCHERS)
+    if found is None:
+        return None
+    return ProcessRank(rank=found.rank, world_size=found.num_processes, source=found.source)
 
 
 # Making the data set in the training job.
@@ -199,7 +155,7 @@ def ensure_prepared(
             _compare(given)
         if size_of_file(folder / INDEX_NAME) is None:
             function = options.get("transform")  # the plan keeps its hash alone
-            _run("run", {"num_proc": num_proc, "transform": function}, str(folder))
+            _run("run", {"num_proc": num_proc, "part": "0/1", "transform": function}, str(folder))
             _run("verify", {}, str(folder))
     except BaseException as error:
         if who.world_size > 1:

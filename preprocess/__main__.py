@@ -22,11 +22,11 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, given_words
-from shardprep.console import Progress, counted, print_lines, say, shards_text
-from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
+from shardprep.console import counted, print_lines, say
+from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.names import PLAN_NAME, chosen_shards, id_ranges
+from shardprep.format.names import PLAN_NAME
 from shardprep.format.plan_options import PrepConfig
 from shardprep.meanings import HUB_HINT
 from shardprep.option_flags import add_flags_of, given_of, parse_size
@@ -144,90 +144,10 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, PrepConfig)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Make the missing shards on this machine."""
-    from lustre import released_lines
-    from preprocess.make.attempt import missing_shards
-    from preprocess.make.log_lines import amounts_line
-    from preprocess.make.many import run_shards
-    from shardprep.format.attempts import RunRecord
-    from shardprep.format.plan import need_plan
-
-    resources.check_address_space()
-    folder = DataFolder(args.output_dir)
-    plan = need_plan(folder)
-    chosen = chosen_shards(plan.num_shards, args.shards)
-    wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
-    settings = resources.worker_settings(given_of(args, WorkerSettings))
-    todo = missing_shards(folder, plan.plan_id, wanted)
-    if settings.again:
-        if chosen is None:
-            raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
-        todo = wanted
-    if len(todo) < len(wanted):
-        say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
-    if not todo:
-        return 0
-    if not os.access(folder, os.W_OK | os.X_OK):
-        found = "a folder that you cannot write to"
-        advice = "its owner can make the shards"
-        raise CannotWrite(path=folder, found=found, expected="write permission", advice=advice)
-    for line in released_lines(plan.input_dir, [plan.input_dir / item.path for item in plan.inputs]):
-        say(line)
-    cpus = resources.allowed_cpus(offset=todo[0])
-    assert settings.memory_gb is not None  # worker_settings sets it
-    num_proc = args.num_proc
-    if num_proc is None:
-        num_proc = resources.environment_number("DATASET_NUM_PROC")
-    if num_proc is None:  # one per CPU, if there is enough memory
-        fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
-        num_proc = max(1, min(len(cpus), fitting))
-    if num_proc < 1:
-        raise UsageError.of_value("--num_proc", num_proc, "1 or more")
-    num_proc = min(num_proc, len(todo))
-    settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
-    note = resources.memory_note(settings.memory_gb, num_proc)
-    if note:
-        say(f"note: {note}")
-    cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]  # all, if they are too few
-    sizes = plan.shard_bytes()
-    progress = Progress(counted(len(todo), "shard"), sum(sizes[shard_id] for shard_id in todo))
-    with RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record:
-        made, failures = run_shards(folder, plan, settings, todo, cpus_of, progress, is_verbose=args.verbose)
-        record.exit_code = failures[0].exit_code if failures else 0
-    counts = [manifest.counts for manifest in made]
-    total = amounts_line(
-        sum(each.input_bytes for each in counts),
-        sum(each.num_documents for each in counts),
-        sum(each.num_tokens for each in counts),
-        progress.elapsed_s,
-    )
-    say(f"{len(made)} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
-    if failures:
-        ids = id_ranges(failure.shard_id for failure in failures)
-        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
-        return failures[0].exit_code
-    return 0
-
-
-def _run_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
-    add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
-    _making_flags(parser)
-
-
-def _making_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
-    add("--num_proc", metavar="N", type=int, help=text)
-    add("-v", "--verbose", action="store_true", help="print a line for each shard")
-    add_flags_of(parser, WorkerSettings)
-
-
 def blank(args: argparse.Namespace) -> int:
     """Link or copy the shards without any of the documents, make the others again, and verify."""
     from preprocess.blank import check_places, start
+    from preprocess.run import run
     from preprocess.verify import verify_shards
 
     folder = DataFolder(args.data_dir)
@@ -248,6 +168,8 @@ def blank(args: argparse.Namespace) -> int:
 
 
 def _blank_flags(parser: argparse.ArgumentParser) -> None:
+    from preprocess.run import making_flags
+
     parser.description = (
         "Make a copy of a data set without some documents, in which all others keep their places, so that a "
         "training run can continue with it. Only shards with such documents are made again, from the input."
@@ -258,8 +180,8 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     add("--ids", metavar="FILE", type=Path, required=True, help=text)
     text = "folder of the new data set; on the same file system it shares the files of unchanged shards"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
-    _making_flags(parser)
-    parser.set_defaults(shards=None)  # of ``run``
+    making_flags(parser)
+    parser.set_defaults(shards=None, part="0/1")  # of ``run``
 
 
 _ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help
@@ -284,7 +206,11 @@ PROGRAM = Program(
         "plan": Command(
             "decide which input bytes belong to which shard, and write plan.json", _plan_flags, plan_data_set
         ),
-        "run": Command("make the missing shards on this machine", _run_flags, run),
+        "run": Command(
+            "make the missing shards, on this machine or under srun",
+            "preprocess.run:run_flags",
+            "preprocess.run:run",
+        ),
         "blank": Command("make a copy of a data set without some documents", _blank_flags, blank),
         **{
             name: Command(summary, f"preprocess.{module}:{name}_flags", f"preprocess.{module}:{name}")

@@ -56,7 +56,7 @@ _NARROW_BAR = "{desc}: {percentage:3.0f}%, {remaining} left"
 class Progress:
     """Progress towards a known total, in bytes or in ``unit`` (a noun in the plural)."""
 
-    def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
+    def __init__(self, label: str, total: int, *, unit: str = "bytes", is_shown: bool = True) -> None:
         self._label = label
         self._total = total
         self._unit = unit
@@ -65,7 +65,8 @@ class Progress:
         self._began = self._last_line = time.monotonic()
         self._bar: tqdm[NoReturn] | None = None
         # A terminal shows a bar until the total is reached. Elsewhere a line is printed every 30 s.
-        if sys.stderr.isatty():
+        self._is_shown = is_shown
+        if is_shown and sys.stderr.isatty():
             from tqdm import tqdm  # 0.03 s, which only a bar needs
 
             columns = min(_MAX_COLUMNS, shutil.get_terminal_size().columns - 1)
@@ -86,7 +87,7 @@ class Progress:
             if self._done >= self._total and self._bar in _bars:
                 _bars.remove(self._bar)
                 self._bar.close()
-        elif now - self._last_line >= LOG_EVERY_S:
+        elif self._is_shown and now - self._last_line >= LOG_EVERY_S:
             self._last_line = now
             elapsed_s = now - self._began
             unit = self._unit

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preprocess.make import resources
 from preprocess.make.log_lines import done_line
+from preprocess.make.parts import ShardQueue
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker
 from shardprep.console import Progress, guard_streams, say
@@ -80,7 +81,7 @@ def run_shards(
     folder: DataFolder,
     plan: Plan,
     settings: WorkerSettings,
-    shard_ids: Iterable[int],
+    todo: ShardQueue,
     cpus_of: list[list[int]],
     progress: Progress,
     *,
@@ -96,18 +97,22 @@ def run_shards(
 
     from shardprep.format.attempts import Failure, append_failure
 
-    todo = deque(shard_ids)
     failures: list[Failure] = []
     made: list[Manifest] = []
     notes: set[str] = set()
-    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
-    num_processes = len(processes)
+    processes: list[_Process] = []
+    busy: dict[Any, _Process] = {}  # by their pipes
+    num_processes = min(len(cpus_of), len(todo.left(len(cpus_of))))
     last_shares: deque[int] = deque()  # processes' cores for each of the last shards
     free: list[list[int]] = []  # cores of the processes that ended
     try:
-        for process in processes:
-            process.send(todo.popleft())
-        busy = {process.pipe: process for process in processes}
+        for cpus in cpus_of[:num_processes]:
+            shard_id = todo.take()
+            if shard_id is not None:
+                process = _Process(folder, settings, cpus, is_verbose)
+                processes.append(process)
+                process.send(shard_id)
+                busy[process.pipe] = process
         while busy:
             for pipe in wait(list(busy)):
                 process = busy[pipe]
@@ -129,25 +134,25 @@ def run_shards(
                     if is_verbose:
                         say(done_line(event, folder))
                 del busy[pipe]
-                if not todo:
+                left = todo.left(num_processes)
+                if last_shares or (left and _are_shared(plan, settings, left, num_processes)):
+                    if not last_shares:
+                        last_shares.extend(_shares(num_processes, len(left)))
                     process.end()
-                    continue
-                if not last_shares and not _are_shared(plan, settings, todo, num_processes):
-                    process.send(todo.popleft())
-                    busy[process.pipe] = process
-                    continue
-                if not last_shares:
-                    last_shares.extend(_shares(num_processes, len(todo)))
-                process.end()
-                free.append(process.cpus)
-                if len(free) >= last_shares[0]:
+                    free.append(process.cpus)
+                    if not left or len(free) < last_shares[0]:
+                        continue
                     num_free = last_shares.popleft()
                     cpus = sorted({cpu for each in free[:num_free] for cpu in each})
                     del free[:num_free]
                     process = _Process(folder, _with_memory(settings, num_free), cpus, is_verbose)
                     processes.append(process)
-                    process.send(todo.popleft())
-                    busy[process.pipe] = process
+                shard_id = todo.take()
+                if shard_id is None:
+                    process.end()
+                    continue
+                process.send(shard_id)
+                busy[process.pipe] = process
     finally:
         for process in processes:
             process.end(at_once=True)

@@ -30,14 +30,19 @@ _RENDERER_BYTES = 250 << 20  # of a process that renders, with transformers
 MEMORY_PER_BATCH_BYTE = 200  # for text, ids and tar blocks of three batches at once
 
 
-def allowed_cpus(*, offset: int) -> list[int]:
+def allowed_cpus(*, offset: int, num_processes: int = 1) -> list[int]:
     """Return the CPUs to use: the ``offset``-th group of SLURM_CPUS_PER_TASK in the affinity mask, or all.
 
-    The mask is the whole node if Slurm counts CPUs but does not bind tasks to them.
+    The mask is the whole node if Slurm counts CPUs but does not bind tasks to them. Without the variable,
+    each of the ``num_processes`` of a launch on this node gets its part of the node's CPUs.
     """
     cpus = sorted(os.sched_getaffinity(0))
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
     num_cpus = int(given) if given.isdigit() else 0
+    if not num_cpus and num_processes > 1:
+        on_node = os.environ.get("SLURM_CPUS_ON_NODE", "")
+        of_all = int(on_node) if on_node.isdigit() else os.cpu_count() or len(cpus)
+        num_cpus = max(1, of_all // num_processes)
     if not 0 < num_cpus < len(cpus):
         return cpus
     start = offset * num_cpus % len(cpus)

@@ -34,7 +34,8 @@ from shardprep.format.jobs import MAX_RECORD_BYTES, TimeStamp, is_own_file
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MAX_REASON_CHARS = 2000
 _Number = Annotated[int, Meta(ge=-1, le=json_files.MAX_INT64)]
-_SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
+# JOB_INDEX.rRESTART, of a ``run`` of several processes with .partI
+_SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}(?:\.part[0-9]{1,9})?")
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
 
@@ -222,6 +223,34 @@ def append_failure(failure: Failure) -> None:
             folder.append(name, line + b"\n")
 
 
+def append_shards(shard_ids: Iterable[int]) -> None:
+    """Add shards to the record of this process, if it has one that names none. Errors are ignored."""
+    record = _own_record()
+    if record is not None:
+        folder, name = record
+        with contextlib.suppress(ShardprepError, OSError):
+            folder.append(name, f"shards={names.id_ranges(shard_ids)}\n".encode())
+
+
+def bad_inputs_of_job(folder: DataFolder, plan_id: str) -> dict[int, Failure]:
+    """Return the shards that failed by bad input in this start of this process's job, in any of its tasks."""
+    record = _own_record()
+    if record is None:
+        return {}
+    start = re.match(r"[0-9]+_[0-9]+\.r[0-9]+", record[1].rpartition("/")[2])
+    found: dict[int, Failure] = {}
+    if start is None:
+        return found
+    for each in read_attempts(folder, plan_id).own:
+        if not each.name.rpartition("/")[2].startswith(start[0]):
+            continue
+        bad = [
+            failure for failure in each.failures.values() if failure.exit_code == errors.BadInput.exit_code
+        ]
+        found.update((failure.shard_id, failure) for failure in bad)
+    return found
+
+
 def remove_own_record() -> None:
     """Remove the record of this process, which made its shards, if it has one. Errors are ignored."""
     record = _own_record()
@@ -257,7 +286,16 @@ def _section(name: str, **facts: object) -> bytes:
 class RunRecord:
     """Keeps the record of a ``run`` within ``with``, unless a job's script keeps one already."""
 
-    def __init__(self, folder: DataFolder, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
+    def __init__(
+        self,
+        folder: DataFolder,
+        plan_id: str,
+        shard_ids: Iterable[int],
+        *,
+        num_cpus: int,
+        part: int | None = None,
+    ) -> None:
+        """``part``: the number of this process, if several share the shards."""
         self._folder = folder
         self._name = ""
         self.exit_code = 0
@@ -274,6 +312,8 @@ class RunRecord:
             index = os.environ.get("SLURM_ARRAY_TASK_ID")
             restarts = os.environ.get("SLURM_RESTART_COUNT")
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
+            if part is not None:
+                name += f".part{part}"
         else:
             facts |= {"pid": os.getpid(), "pid_began": start_ticks(os.getpid())}
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # one process may call run twice in a second

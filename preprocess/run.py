@@ -1,0 +1,170 @@
+"""``run DATA``: make the missing shards, on this machine or as one of several processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from lustre import released_lines
+from preprocess.make import resources
+from preprocess.make.attempt import missing_shards
+from preprocess.make.log_lines import amounts_line
+from preprocess.make.many import run_shards
+from preprocess.make.parts import Part, PartQueue, ShardQueue, find_part, time_of_file_system
+from preprocess.make.resources import WorkerSettings
+from shardprep.console import Progress, counted, say, shards_text
+from shardprep.errors import CannotWrite, UsageError
+from shardprep.format import commands
+from shardprep.format.attempts import RECORD_VARIABLE, Failure, RunRecord, append_shards
+from shardprep.format.data_folder import DataFolder
+from shardprep.format.manifest import Manifest
+from shardprep.format.names import chosen_shards, id_ranges
+from shardprep.format.plan import need_plan
+from shardprep.option_flags import add_flags_of, given_of
+
+_ENCODER_BYTES = 100 << 20  # of a process, beside what each needs
+
+
+def run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make the missing shards. Under srun or mpirun each process makes a share of them, and then those "
+        "that no other process has begun; it ends when all shards are made."
+    )
+    add = parser.add_argument
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
+    text = "be process I of N, from 0, that share the shards (default: as srun or mpirun say; 0/1: alone)"
+    add("--part", metavar="I/N", help=text)
+    making_flags(parser)
+
+
+def making_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
+    add("--num_proc", metavar="N", type=int, help=text)
+    add("-v", "--verbose", action="store_true", help="print a line for each shard")
+    add_flags_of(parser, WorkerSettings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the missing shards, or this process's part of them."""
+    resources.check_address_space()
+    folder = DataFolder(args.output_dir)
+    plan = need_plan(folder)
+    part = find_part(args.part, os.environ)
+    chosen = chosen_shards(plan.num_shards, args.shards)
+    wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
+    given = given_of(args, WorkerSettings)
+    settings = resources.worker_settings(given)
+    if settings.again and chosen is None:
+        raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
+    # Of several processes with one output the first one speaks for all.
+    speaks = part.number == 0 or part.is_started_alone
+    todo: ShardQueue
+    if settings.again:
+        todo = ShardQueue(wanted[part.number :: part.num_parts])
+        num_missing = len(wanted)
+    elif part.is_alone:
+        missing = missing_shards(folder, plan.plan_id, wanted)
+        todo = ShardQueue(missing)
+        num_missing = len(missing)
+    else:
+        todo = PartQueue(folder, plan, wanted, part)
+        num_missing = max(todo.num_missing, len(todo.left(0)))
+    if num_missing < len(wanted) and speaks:
+        say(f"{len(wanted) - num_missing} of {len(wanted)} shards are done already")
+    if not num_missing:
+        return 0
+    if not os.access(folder, os.W_OK | os.X_OK):
+        found = "a folder that you cannot write to"
+        advice = "its owner can make the shards"
+        raise CannotWrite(path=folder, found=found, expected="write permission", advice=advice)
+    if speaks:
+        for line in released_lines(plan.input_dir, [plan.input_dir / item.path for item in plan.inputs]):
+            say(line)
+    own = list(todo.left(0))
+    place = part.place
+    offset = place.rank if place.num_processes > 1 else min(own, default=0)
+    cpus = resources.allowed_cpus(offset=offset, num_processes=place.num_processes)
+    assert settings.memory_gb is not None  # worker_settings sets it
+    memory_gb = settings.memory_gb
+    if "memory_gb" not in given:
+        memory_gb /= place.num_processes
+    num_proc = _num_processes(args.num_proc, memory_gb, len(cpus))
+    num_proc = min(num_proc, max(len(own), -(-num_missing // part.num_parts)))
+    settings = dataclasses.replace(settings, memory_gb=memory_gb / num_proc)
+    note = resources.memory_note(settings.memory_gb, num_proc)
+    if note and speaks:
+        say(f"note: {note}")
+    if not part.is_alone and speaks:
+        say(_part_line(part, num_missing, len(own), num_proc))
+    cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]  # all, if they are too few
+    sizes = plan.shard_bytes()
+    name = "" if part.is_alone else f"part {part.number} of {part.num_parts}: "
+    label = f"{name}{counted(len(own), 'shard')}"
+    progress = Progress(label, sum(sizes[shard_id] for shard_id in own), is_shown=speaks)
+    made: list[Manifest] = []
+    failures: list[Failure] = []
+    number = None if part.is_alone else part.number
+    with RunRecord(folder, plan.plan_id, own, num_cpus=len(cpus), part=number) as record:
+        queue: ShardQueue | None = todo
+        if isinstance(todo, PartQueue):
+            todo.begins_at(time_of_file_system(os.environ.get(RECORD_VARIABLE)))
+            if part.number == 0:
+                append_shards(wanted)
+        while queue is not None:
+            more = run_shards(folder, plan, settings, queue, cpus_of, progress, is_verbose=args.verbose)
+            made += more[0]
+            failures += more[1]
+            queue = None
+            if isinstance(todo, PartQueue):
+                queue = todo.rest(made, {failure.shard_id for failure in failures})
+        if isinstance(todo, PartQueue):
+            failures += [each for shard_id, each in todo.bad.items() if shard_id not in _ids(failures)]
+        record.exit_code = failures[0].exit_code if failures else 0
+    counts = [manifest.counts for manifest in made]
+    total = amounts_line(
+        sum(each.input_bytes for each in counts),
+        sum(each.num_documents for each in counts),
+        sum(each.num_tokens for each in counts),
+        progress.elapsed_s,
+    )
+    amount = f"{len(made)} of {counted(len(own), 'shard')}" if part.is_alone else counted(len(made), "shard")
+    say(f"{name}{amount} made by {counted(num_proc, 'process')}: {total}")
+    if failures:
+        ids = id_ranges(_ids(failures))
+        say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
+        return failures[0].exit_code
+    return 0
+
+
+def _ids(failures: list[Failure]) -> set[int]:
+    return {failure.shard_id for failure in failures}
+
+
+def _num_processes(given: int | None, memory_gb: float, num_cpus: int) -> int:
+    """Return the number of worker processes: as given, or one per CPU, if there is enough memory."""
+    num_proc = given
+    if num_proc is None:
+        num_proc = resources.environment_number("DATASET_NUM_PROC")
+    if num_proc is None:
+        fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + _ENCODER_BYTES)
+        num_proc = max(1, min(num_cpus, fitting))
+    if num_proc < 1:
+        raise UsageError.of_value("--num_proc", num_proc, "1 or more")
+    return num_proc
+
+
+def _part_line(part: Part, num_missing: int, num_own: int, num_proc: int) -> str:
+    """Return the line that says who works."""
+    shards = counted(num_missing, "shard")
+    if part.source == "--part":
+        return (
+            f"part {part.number} of {part.num_parts}: {num_own} of {shards} first, then those that no other "
+            f"part has begun, by {counted(num_proc, 'process')}"
+        )
+    nodes = counted(part.place.num_nodes, "node")
+    each = f"up to {counted(num_proc, 'process')} each"
+    return f"{part.num_parts} tasks on {nodes} share {shards} ({part.source}), with {each}"

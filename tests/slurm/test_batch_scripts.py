@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.held_children import Hold
 from tests.slurm.started_cluster import ENDED, Cluster, processes, started_cluster
 from tests.waiting import wait_until
@@ -311,6 +312,29 @@ def test_submit_and_retry_need_no_accounts(
     site.wait_until_idle()
     state = site.status(data)
     assert (state["done"], state["verified"]) == ("0-2", True)
+
+
+def test_run_under_srun_shares_the_shards_of_all_nodes(
+    plain_cluster: dict[str, str], sample_dir: Path, tmp_path: Path
+) -> None:
+    """One data set by 4 processes on 2 nodes, then on one node after half of it is lost."""
+    site = Cluster(environ=dict(plain_cluster), folder=tmp_path)
+    world = World(tmp_path, raw_dir=sample_dir, data_dir=tmp_path / "D").plan(num_shards=10)
+    expected = world.copy(tmp_path / "alone").run().contents()
+    run = (sys.executable, "-m", "preprocess", "run", world.data_dir)
+    several = run_child(
+        ["srun", "--nodes=2", "--ntasks=4", "--cpus-per-task=1", *map(str, run)], env=site.environ
+    ).stderr
+    assert world.contents() == expected
+    assert "4 tasks on 2 nodes" in several
+    made = [int(number) for number in re.findall(r"(\d+) shards? made", several)]
+    assert len(made) == 4
+    assert 10 <= sum(made) <= 12, "only the last ones may be made twice"
+    for shard_id in range(0, 10, 2):
+        (world.data_dir / f"shard-{shard_id:05d}.json").unlink()
+    run_child(["srun", "--nodes=1", "--ntasks=2", *map(str, run)], env=site.environ)
+    assert world.contents() == expected
+    assert not world.temporaries()
 
 
 def test_a_stopped_worker_cleans_up_and_its_task_ends_with_75(stopped: tuple[World, Cluster, str]) -> None:

@@ -329,7 +329,7 @@ def test_run_under_srun_shares_the_shards_of_all_nodes(
     assert "4 tasks on 2 nodes" in several
     made = [int(number) for number in re.findall(r"(\d+) shards? made", several)]
     assert len(made) == 4
-    assert 10 <= sum(made) <= 12, "only the last ones may be made twice"
+    assert 10 <= sum(made) <= 13, "each task may make one more that another has just begun"
     for shard_id in range(0, 10, 2):
         (world.data_dir / f"shard-{shard_id:05d}.json").unlink()
     run_child(["srun", "--nodes=1", "--ntasks=2", *map(str, run)], env=site.environ)

@@ -101,16 +101,20 @@ class OsCalls:
 
 
 def preload(folder: Path, argv: list[str]) -> None:
-    """Compile os_calls.c into ``folder``, run ``python argv`` with it, and exit with its exit code.
+    """Run ``python argv`` with os_calls.c, compiled into ``folder``, and exit with its exit code.
 
     Returns at once in a process that has been started like this.
     """
-    if _VARIABLE in os.environ:
-        return
+    if _VARIABLE not in os.environ:
+        environ = preloading_environ(folder)
+        sys.exit(subprocess.run([sys.executable, *argv], env=environ, check=False).returncode)
+
+
+def preloading_environ(folder: Path) -> dict[str, str]:
+    """Compile os_calls.c into ``folder`` and return the environment of a process that has it."""
     library, orders = folder / "os_calls.so", folder / "orders"
     flags = ["-shared", "-fPIC", "-O1", "-fno-builtin", "-Wno-nonnull-compare"]
     subprocess.run(["gcc", *flags, "-o", library, _SOURCE, "-ldl"], check=True)
     orders.write_bytes(bytes(ctypes.sizeof(_Orders)))
     preloaded = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
-    environ = environ_of_children(LD_PRELOAD=preloaded, **{_VARIABLE: str(orders)})
-    sys.exit(subprocess.run([sys.executable, *argv], env=environ, check=False).returncode)
+    return environ_of_children(LD_PRELOAD=preloaded, **{_VARIABLE: str(orders)})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.children import run_child
+from tests.faults.os_calls import preloading_environ
 
 pytestmark = [
     pytest.mark.long,
@@ -27,7 +28,7 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "injected_errors": (25, {"refused", "equal"}),
     "short_transfers": (15, {"equal"}),
     "full_disks": (3, {"refused", "equal"}),
-    "kills": (5, {"equal"}),
+    "kills": (10, {"equal"}),
     "stop_signals": (15, {"refused"}),
     "power_loss": (28, {"equal"}),
     "races": (3, {"equal"}),
@@ -41,8 +42,11 @@ Outcomes = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """The outcomes by campaign. One process runs all, because making the data sets takes 8 s of CPU time."""
-    path = tmp_path_factory.mktemp("faults") / "outcomes.json"
-    run_child([sys.executable, "-m", "tests.faults", "--quick", "--json", str(path)], code=None)
+    folder = tmp_path_factory.mktemp("faults")
+    path = folder / "outcomes.json"
+    # With this environment it need not start itself anew, which would take all imports a second time.
+    environ = preloading_environ(folder)
+    run_child([sys.executable, "-m", "tests.faults", "--quick", "--json", str(path)], code=None, env=environ)
     found: Outcomes = {}
     for outcome in json.loads(path.read_bytes()):
         found.setdefault(outcome["campaign"], []).append(outcome)

@@ -326,9 +326,8 @@ def test_run_under_srun_shares_the_shards_of_all_nodes(
         ["srun", "--nodes=2", "--ntasks=4", "--cpus-per-task=1", *map(str, run)], env=site.environ
     ).stderr
     assert world.contents() == expected
-    assert "4 tasks on 2 nodes" in several
-    made = [int(number) for number in re.findall(r"(\d+) shards? made", several)]
-    assert len(made) == 4
+    made = [int(number) for number in re.findall(r"part \d of 4: (\d+) shards? made", several)]
+    assert made, "a task that starts last may find all shards made"
     assert 10 <= sum(made) <= 13, "each task may make one more that another has just begun"
     for shard_id in range(0, 10, 2):
         (world.data_dir / f"shard-{shard_id:05d}.json").unlink()

@@ -168,7 +168,7 @@ def blank(args: argparse.Namespace) -> int:
 
 
 def _blank_flags(parser: argparse.ArgumentParser) -> None:
-    from preprocess.run import making_flags
+    from preprocess.run_flags import making_flags
 
     parser.description = (
         "Make a copy of a data set without some documents, in which all others keep their places, so that a "
@@ -208,7 +208,7 @@ PROGRAM = Program(
         ),
         "run": Command(
             "make the missing shards, on this machine or under srun",
-            "preprocess.run:run_flags",
+            "preprocess.run_flags:run_flags",
             "preprocess.run:run",
         ),
         "blank": Command("make a copy of a data set without some documents", _blank_flags, blank),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from pathlib import Path
 
 from lustre import released_lines
 from preprocess.make import resources
@@ -22,30 +21,9 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.option_flags import add_flags_of, given_of
+from shardprep.option_flags import given_of
 
 _ENCODER_BYTES = 100 << 20  # of a process, beside what each needs
-
-
-def run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Make the missing shards. Under srun or mpirun each process makes a share of them, and then those "
-        "that no other process has begun; it ends when all shards are made."
-    )
-    add = parser.add_argument
-    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
-    add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
-    text = "be process I of N, from 0, that share the shards (default: as srun or mpirun say; 0/1: alone)"
-    add("--part", metavar="I/N", help=text)
-    making_flags(parser)
-
-
-def making_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
-    add("--num_proc", metavar="N", type=int, help=text)
-    add("-v", "--verbose", action="store_true", help="print a line for each shard")
-    add_flags_of(parser, WorkerSettings)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -291,7 +291,7 @@ class Interrupt:
 sys.meta_path.insert(0, Interrupt())
 """
 STOPS = [(module, "stop") for module in ("argparse", "msgspec", "shardprep.console", "shardprep.meanings")]
-STOPS.append(("shardprep.folders", "stop_in_a_finalizer"))
+STOPS.append(("preprocess.clean", "stop_in_a_finalizer"))
 STARTED = [
     "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
     "import runpy; runpy.run_module('shardprep', run_name='__main__')",

@@ -29,8 +29,9 @@ _Folder: TypeAlias = "DataFolder | str | os.PathLike[str]"  # of a data set
 _HEAD_BYTES = 4 << 20  # of plan.json; its head is longer only if a chat template is
 _MAKING = ("shard", "run", "blank")  # commands that take _KEPT
 _KEPT = ("max_bad_fraction", "engine", "memory_gb")  # flags of a process that its advice repeats
-# Stands for the user's file where its place is not known.
+# Stand for the user's file and for the folder of the text where their place is not known.
 FILE = "FILE"
+RAW = "RAW"
 
 
 def on(command: str, folder: _Folder, *flags: object) -> str:
@@ -116,6 +117,8 @@ def flags_of_input(
     is_moved = isinstance(input_dir, Path) and isinstance(planned, str) and not _is_same(input_dir, planned)
     if is_moved and "--input_dir" not in words:
         found += ["--input_dir", os.path.abspath(str(input_dir))]  # noqa: PTH100
+    elif input_dir is None and isinstance(planned, str) and not os.path.exists(planned):  # noqa: PTH110
+        found += ["--input_dir", RAW]  # it moved, and this process does not know where to
     options = head.get("options")
     if not isinstance(options, Mapping):
         options = {}

@@ -135,6 +135,15 @@ def test_advice_repeats_where_the_input_and_the_function_are_now(
     made.verify()
 
 
+def test_advice_asks_for_the_input_if_it_is_no_longer_where_it_was_planned(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).plan(num_shards=2).run(0)
+    moved = world.raw_dir.rename(tmp_path / "moved raw")
+    advice = first_advised(of_status(world))
+    assert "--input_dir RAW" in advice
+    world.run(1, input_dir=moved)
+    assert "--input_dir" not in of_status(world), "nothing is to be made"
+
+
 @pytest.mark.processes
 def test_what_run_and_status_advise_for_bad_input_has_the_function_and_shows_the_loss_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

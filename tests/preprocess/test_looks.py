@@ -194,3 +194,8 @@ def test_plan_prints_short_lines_or_json(tmp_path: Path) -> None:
     told = json.loads(line)
     assert (told["num_inputs"], told["num_shards"]) == (2, 2)
     assert told["plan_id"] == world.plan_json()["plan_id"]
+
+
+def test_a_line_longer_than_what_plan_looks_at_is_not_refused(tmp_path: Path) -> None:
+    line = json.dumps({"other": "x" * 3_000_000, "text": "a text"}) + "\n"
+    World(tmp_path).raw({"a.jsonl": line * 2}).try_plan(dry_run=True).ends(0)

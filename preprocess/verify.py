@@ -121,12 +121,9 @@ def verify_shards(
         counts = {name: source.to_dict() for name, source in index.sources.items()}
         print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if plan.options.excluded:
-        lines = _exclude_lines(folder, plan, manifests)
-        if is_json:
-            for line in lines:
-                say(line)
-        else:
-            print_lines(*lines)
+        tell = say if is_json else print_lines
+        for line in _exclude_lines(folder, plan, manifests):
+            tell(line)
     with contextlib.suppress(OSError):
         folder.remove(done.FINDINGS_NAME)
     for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made

@@ -134,10 +134,8 @@ def _look_at_json(
 def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
     """Yield the first lines of each sample that are whole and not blank."""
     for sample in samples:
-        begin = 0 if sample.is_first else sample.data.find(b"\n") + 1
-        end = len(sample.data) if sample.is_last else sample.data.rfind(b"\n") + 1
         is_list = sample.is_first and sample.data.removeprefix(encodings.MARK).lstrip()[:1] == b"["
-        if begin >= end and not is_list:
+        if not (sample.has_whole_line() or is_list):
             continue  # a part of a long line says nothing
         lines = sample.whole_lines().removeprefix(encodings.MARK).split(b"\n", _MOST_LINES)
         # The rest behind the last split is no line.

@@ -34,11 +34,20 @@ class Sample(NamedTuple):
     is_first: bool = True
     is_last: bool = True
 
+    def has_whole_line(self) -> bool:
+        """Return whether any line lies in the sample as a whole."""
+        begin, end = self._whole_part()
+        return begin < end
+
     def whole_lines(self) -> bytes:
         """Return the lines that are whole, or all bytes if none is."""
+        begin, end = self._whole_part()
+        return self.data[begin:end] if begin < end else self.data
+
+    def _whole_part(self) -> tuple[int, int]:
         begin = 0 if self.is_first else self.data.find(b"\n") + 1
         end = len(self.data) if self.is_last else self.data.rfind(b"\n") + 1
-        return self.data[begin:end] if begin < end else self.data
+        return begin, end
 
 
 def samples_as_texts(samples: Sequence[bytes]) -> list[Sample]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Callable
+from functools import partial
 
 from lustre import released_lines
 from preprocess.make import resources
@@ -20,7 +22,7 @@ from shardprep.format.attempts import RECORD_VARIABLE, Failure, RunRecord, appen
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import chosen_shards, id_ranges
-from shardprep.format.plan import need_plan
+from shardprep.format.plan import Plan, need_plan
 from shardprep.option_flags import given_of
 
 _ENCODER_BYTES = 100 << 20  # of a process, beside what each needs
@@ -40,17 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
     # Of several processes with one output the first one speaks for all.
     speaks = part.number == 0 or part.is_started_alone
-    todo: ShardQueue
-    if settings.again:
-        todo = ShardQueue(wanted[part.number :: part.num_parts])
-        num_missing = len(wanted)
-    elif part.is_alone:
-        missing = missing_shards(folder, plan.plan_id, wanted)
-        todo = ShardQueue(missing)
-        num_missing = len(missing)
-    else:
-        todo = PartQueue(folder, plan, wanted, part)
-        num_missing = max(todo.num_missing, len(todo.left(0)))
+    todo, num_missing = _shards_to_make(folder, plan, wanted, part, makes_again=settings.again)
     if num_missing < len(wanted) and speaks:
         say(f"{len(wanted) - num_missing} of {len(wanted)} shards are done already")
     if not num_missing:
@@ -62,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if speaks:
         for line in released_lines(plan.input_dir, [plan.input_dir / item.path for item in plan.inputs]):
             say(line)
+
     own = list(todo.left(0))
     place = part.place
     offset = place.rank if place.num_processes > 1 else min(own, default=0)
@@ -78,44 +71,72 @@ def run(args: argparse.Namespace) -> int:
         say(f"note: {note}")
     if not part.is_alone and speaks:
         say(_part_line(part, num_missing, len(own), num_proc))
-    cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]  # all, if they are too few
+
     sizes = plan.shard_bytes()
     name = "" if part.is_alone else f"part {part.number} of {part.num_parts}: "
     label = f"{name}{counted(len(own), 'shard')}"
     progress = Progress(label, sum(sizes[shard_id] for shard_id in own), is_shown=speaks)
-    made: list[Manifest] = []
-    failures: list[Failure] = []
+    cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]  # all, if they are too few
+    make = partial(
+        run_shards, folder, plan, settings, cpus_of=cpus_of, progress=progress, is_verbose=args.verbose
+    )
     number = None if part.is_alone else part.number
     with RunRecord(folder, plan.plan_id, own, num_cpus=len(cpus), part=number) as record:
-        queue: ShardQueue | None = todo
         if isinstance(todo, PartQueue):
+            # First, because adding to the record changes its time.
             todo.begins_at(time_of_file_system(os.environ.get(RECORD_VARIABLE)))
             if part.number == 0:
                 append_shards(wanted)
-        while queue is not None:
-            more = run_shards(folder, plan, settings, queue, cpus_of, progress, is_verbose=args.verbose)
-            made += more[0]
-            failures += more[1]
-            queue = None
-            if isinstance(todo, PartQueue):
-                queue = todo.rest(made, {failure.shard_id for failure in failures})
-        if isinstance(todo, PartQueue):
-            failures += [each for shard_id, each in todo.bad.items() if shard_id not in _ids(failures)]
+        made, failures = _make_all(todo, make)
         record.exit_code = failures[0].exit_code if failures else 0
-    counts = [manifest.counts for manifest in made]
-    total = amounts_line(
-        sum(each.input_bytes for each in counts),
-        sum(each.num_documents for each in counts),
-        sum(each.num_tokens for each in counts),
-        progress.elapsed_s,
-    )
     amount = f"{len(made)} of {counted(len(own), 'shard')}" if part.is_alone else counted(len(made), "shard")
-    say(f"{name}{amount} made by {counted(num_proc, 'process')}: {total}")
+    say(f"{name}{amount} made by {counted(num_proc, 'process')}: {_total(made, progress.elapsed_s)}")
     if failures:
         ids = id_ranges(_ids(failures))
         say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
         return failures[0].exit_code
     return 0
+
+
+def _shards_to_make(
+    folder: DataFolder, plan: Plan, wanted: list[int], part: Part, *, makes_again: bool
+) -> tuple[ShardQueue, int]:
+    """Return the queue of this process, and how many shards all parts have to make."""
+    if makes_again:
+        return ShardQueue(wanted[part.number :: part.num_parts]), len(wanted)
+    if part.is_alone:
+        missing = missing_shards(folder, plan.plan_id, wanted)
+        return ShardQueue(missing), len(missing)
+    queue = PartQueue(folder, plan, wanted, part)
+    return queue, max(queue.num_missing, len(queue.left(0)))
+
+
+def _make_all(
+    todo: ShardQueue, make: Callable[[ShardQueue], tuple[list[Manifest], list[Failure]]]
+) -> tuple[list[Manifest], list[Failure]]:
+    """Make the shards of a queue, and of a part those that the other parts leave. Returns made and failed."""
+    if not isinstance(todo, PartQueue):
+        return make(todo)
+    made: list[Manifest] = []
+    failures: list[Failure] = []
+    queue: ShardQueue | None = todo
+    while queue is not None:
+        some, failed = make(queue)
+        made += some
+        failures += failed
+        queue = todo.rest(made, _ids(failures))
+    failures += [each for shard_id, each in todo.bad.items() if shard_id not in _ids(failures)]
+    return made, failures
+
+
+def _total(made: list[Manifest], elapsed_s: float) -> str:
+    counts = [manifest.counts for manifest in made]
+    return amounts_line(
+        sum(each.input_bytes for each in counts),
+        sum(each.num_documents for each in counts),
+        sum(each.num_tokens for each in counts),
+        elapsed_s,
+    )
 
 
 def _ids(failures: list[Failure]) -> set[int]:

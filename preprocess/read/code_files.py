@@ -7,13 +7,14 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 from pathlib import Path
 
 from shardprep.console import quoted
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, is_folder, read_with_status
 
-_MAX_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 _MAX_FILES = 1000
 
 
@@ -68,7 +69,7 @@ class CodeFiles:
             advice = "name a smaller folder"
             raise UsageError(found="--transform_files", expected=expected, advice=advice)
         try:
-            content, status = read_with_status(path, max_bytes=_MAX_FILE_BYTES)
+            content, status = read_with_status(path, max_bytes=MAX_FILE_BYTES)
         except NOT_THERE:
             raise NotFound(f"{path}, of --transform, does not exist", path=path) from None
         self.contents[name] = content
@@ -90,7 +91,7 @@ class CodeFiles:
 
     def is_as_hashed(self, name: str) -> bool:
         """Return whether a file on the disk has the hashed bytes. Raises NOT_THERE and ReadWriteError."""
-        return read_with_status(self.paths[name], max_bytes=_MAX_FILE_BYTES)[0] == self.contents[name]
+        return read_with_status(self.paths[name], max_bytes=MAX_FILE_BYTES)[0] == self.contents[name]
 
     def changed(self, name: str) -> Refused:
         """Build the error for a file that changed while the code was in use."""
@@ -122,17 +123,25 @@ class CodeFiles:
         return imported
 
     def not_named(self, path: str) -> UsageError:
-        """Build the error for a module of the user that was not named, with the flag that names it."""
-        # The whole package that a module is in, because its modules import each other.
+        """Build the error for code of the user that was not named, with the flag that names it."""
+        found = f"{self.path} imports {path}, which is not planned"
+        flag = self.flag_to_name(path)
+        root = self._root_of(path)
+        is_beside = any(root.is_relative_to(each) for each in self.folders)
+        copied = "" if is_beside else f"copy {quoted(root)} beside {quoted(self.path)}, and "
+        message = f"{found}; {copied}plan with {flag}"
+        return UsageError(message, path=path, found=f"{path}, which is not planned", remedy=flag)
+
+    def flag_to_name(self, path: str) -> str:
+        """Return ``--transform_files`` with the names so far and that of a file or of its package."""
+        root = self._root_of(path)
+        folder = next((each for each in self.folders if root.is_relative_to(each)), None)
+        name = root.name if folder is None else root.relative_to(folder).as_posix()
+        return f"--transform_files {shlex.quote(','.join([*self.names, name]))}"
+
+    def _root_of(self, path: str) -> Path:
+        """Return the whole package that a module is in, because its modules import each other."""
         root = Path(path)
         while (root.parent / "__init__.py").exists() and root.parent not in self.folders:
             root = root.parent
-        found = f"{self.path} imports {path}, which is not planned"
-        folder = next((each for each in self.folders if root.is_relative_to(each)), None)
-        if folder is None:
-            name, copied = root.name, f"copy {quoted(root)} beside {quoted(self.path)}, and "
-        else:
-            name, copied = root.relative_to(folder).as_posix(), ""
-        flag = f"--transform_files {','.join([*self.names, name])}"
-        message = f"{found}; {copied}plan with {flag}"
-        return UsageError(message, path=path, found=f"{path}, which is not planned", remedy=flag)
+        return root

@@ -10,6 +10,8 @@ even if the code catches what is raised:
 - A module of the user runs only if it was named. Its bytes are the hashed ones, whatever is on the disk now.
   An audit hook sees all code that runs from a file, however it is imported, and refuses other files of the
   code's folders and of the current folder. It costs 0.1 µs for each event that Python audits.
+- A file beside the code that was not named does not run as text (``exec(file.read())``). If it is only read,
+  a warning says that the plan does not keep it.
 - The code does not end or replace this process, so exit code 0 still means that the shard is done.
 - What it prints goes to standard error, because standard output has results.
 
@@ -36,8 +38,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from preprocess.read.code_files import CodeFiles
+from preprocess.read.code_files import MAX_FILE_BYTES, CodeFiles
 from shardprep import HOME
+from shardprep.console import say
 from shardprep.errors import ShardprepError, UsageError
 
 T = TypeVar("T")
@@ -46,8 +49,10 @@ _STACK_BYTES = 16 << 20
 _MODULE_NAME = "shardprep_transform"  # of the main file, for classes that are pickled
 _OUR_PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 _CODE_SUFFIXES = (".py", ".pyc", ".pyw")
+_MAX_READS = 100  # files that are read and were not named: those that are remembered
 _MAX_LIBRARIES = 200
 _MAX_VERSION_CHARS = 100
+_IF_IT_CHANGES = "if it changes, later shards differ from earlier ones. To keep it: plan with"
 
 
 # Modules. -----------------------------------------------------------------------------------------------
@@ -144,6 +149,8 @@ class UserCode:
         self.module_names: set[str] = set()  # those that came from ``files``
         self.library_names = files.imported_names()  # top-level modules that the code asked for
         self.error: ShardprepError | None = None  # of the rule that was broken
+        self.reads: list[str] = []  # files beside the code that it read, and that were not named
+        self._num_told = 0  # of these
         self.modules: dict[str, types.ModuleType] = {}  # by name, while other code has its place
         self._finder = _HashedModules(self)
         self._started_in = _current_folder()
@@ -200,6 +207,10 @@ class UserCode:
         self._jobs.put((answer, functools.partial(self._call, function, *args)))
         return answer.result()
 
+    def is_in_its_thread(self) -> bool:
+        """Return whether this thread is the code's. Others of this process open our own files."""
+        return threading.current_thread() is self._thread
+
     def _call(self, function: Callable[..., T], *args: Any) -> T:
         with _running_code(self, self._finder):
             try:
@@ -208,6 +219,7 @@ class UserCode:
                 self.raise_if_ended()
                 raise
         self.raise_if_ended()
+        self._tell_reads()
         return result
 
     def raise_if_ended(self) -> None:
@@ -239,6 +251,42 @@ class UserCode:
         path = _absolute(filename)
         if self.name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
             self.end(self.files.not_named(path))
+
+    def see_read(self, filename: str) -> None:
+        """Remember a file beside the code that is read, and that the hash does not contain."""
+        path = _absolute(filename)
+        if path in self.reads or len(self.reads) == _MAX_READS or self.name_of(path) is not None:
+            return
+        if os.path.isfile(path) and self._is_beside(path):  # noqa: PTH113
+            self.reads.append(path)
+
+    def check_text_may_run(self, text: str | bytes) -> None:
+        """End the call if a text that is compiled is that of a file which was not named."""
+        wanted = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        for path in self.reads:
+            content = b""
+            with contextlib.suppress(OSError), open(path, "rb") as file:  # noqa: PTH123
+                content = file.read(MAX_FILE_BYTES)
+            # As Python reads text: one kind of line end, no byte order mark.
+            content = content.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+            if content.strip() and content.strip() == wanted.replace(b"\r\n", b"\n").strip():
+                self.end(self.files.not_named(path))
+
+    def _tell_reads(self) -> None:
+        for path in self.reads[self._num_told :]:
+            flag = self.files.flag_to_name(path)
+            say(f"warning: {self.files.path} reads {path}, which is not planned: {_IF_IT_CHANGES} {flag}")
+        self._num_told = len(self.reads)
+
+    def _is_beside(self, path: str) -> bool:
+        """Return whether a file is in the code's folders: no library, and no cache in a hidden folder."""
+        if _is_library(path):
+            return False
+        for folder in self.files.folders:
+            if _is_below(path, str(folder)):
+                inside = Path(path).relative_to(folder)
+                return not any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
+        return False
 
     def name_of(self, path: str) -> str | None:
         """Return the name of a file among the named ones, or None."""
@@ -388,8 +436,11 @@ def _install_audit() -> None:
     sys.addaudithook(_audit)  # it cannot be removed
 
 
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """See all code that runs from a file: modules, extension modules, and files of code that are read."""
+    """See all code that runs from a file (modules, extension modules, texts), and the files that are read."""
     code = _running
     if code is None:
         return
@@ -401,8 +452,13 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
             code.check_may_run(os.fsdecode(args[1]))
     elif event == "open" and isinstance(args[0], (str, bytes)):
         path = os.fsdecode(args[0])
-        if path.endswith(_CODE_SUFFIXES) and "__pycache__" not in path:
-            code.check_may_read(path)
+        if path.endswith(_CODE_SUFFIXES):
+            if "__pycache__" not in path:
+                code.check_may_read(path)
+        elif code.is_in_its_thread() and not args[2] & _WRITING:
+            code.see_read(path)
+    elif event == "compile" and code.is_in_its_thread() and isinstance(args[0], (str, bytes)):
+        code.check_text_may_run(args[0])
 
 
 def _bring_modules(code: UserCode) -> None:

@@ -173,6 +173,7 @@ HELPERS = {
     "rules/words.py": "MARK = 'own'\n",
     "parts/more.py": "MARK = 'own'\n",  # without __init__.py
     "lib/inner.py": "MARK = 'own'\n",
+    "rules.txt": "MARK = 'own'\n",
     "words.txt": "",
 }
 # How a function gets a module, and the flag that names it.
@@ -202,6 +203,15 @@ def run(spec, module):
 """
 IMPORTS |= {
     "as text": ("names = {}; exec(FILE.read_text(), names); MARK = names['MARK']", "helpers.py"),
+    "as text of another kind": (
+        "names = {}; exec((FOLDER / 'rules.txt').read_text(), names); MARK = names['MARK']",
+        "rules.txt",
+    ),
+    "as bytes that are compiled": (
+        """code = compile((FOLDER / 'rules.txt').read_bytes(), '<rules>', 'exec')
+  names = {}; exec(code, names); MARK = names['MARK']""",
+        "rules.txt",
+    ),
     "from a zip file": ("sys.path.append(str(FOLDER / 'all.zip')); from zipped import MARK", "all.zip"),
     "without its source": ("sys.path.append(str(FOLDER / 'old')); from bare import MARK", "old/bare.pyc"),
 }
@@ -258,13 +268,22 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Cases:
   FILE.write_text("MARK = 'new'")
   from rules import MARK
   FILE.write_text(before)"""
-    return Cases(folder, statements, "helpers.py,rules,parts,lib/inner.py,all.zip,old/bare.pyc", TOP)
+    return Cases(
+        folder, statements, "helpers.py,rules,rules.txt,parts,lib/inner.py,all.zip,old/bare.pyc", TOP
+    )
 
 
 @pytest.mark.usefixtures("own_path")
 @pytest.mark.parametrize("case", [*IMPORTS, "hashed bytes"])
 def test_a_named_module_runs_as_it_was_hashed(named: Cases, case: str) -> None:
     assert named.result(case) == "own"
+
+
+def test_a_table_that_is_read_in_a_call_and_not_named_is_told_once(tmp_path: Path) -> None:
+    statement = "MARK = [(FOLDER / 'table.txt').read_text() for _ in range(2)][0]"
+    write(tmp_path, {"table.txt": "one", "words.txt": ""})
+    ended = Cases(tmp_path, {"reads": statement}, "words.txt").make("reads").ends(0)
+    assert ended.err.count("--transform_files words.txt,table.txt") == 1
 
 
 @pytest.mark.usefixtures("own_path")

@@ -206,9 +206,12 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
         return BadInput(
             path=path, found="web pages", expected="texts", advice=advice, remedy="--transform FILE"
         )
+    fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_FIELDS_SHOWN])
+    if flags:  # what a conversation has beside its messages is no text
+        for name in (options.tools_field, options.documents_field):
+            num_chars.pop(name, None)
     flags += [f"--text_field {name}" for name, number in num_chars.most_common(1) if number]
     flags = list(dict.fromkeys(flags)) or ["--text_field NAME"]
-    fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_FIELDS_SHOWN])
     kind = "a list of messages" if options.is_chat else "a string"
     wanted = options.text_template or options.text_field
     found = f"a sample of records with the fields {fields}"

@@ -153,7 +153,7 @@ def _notes(status: Status) -> list[str]:
         notes.append(f"the verify job {status.verify_trouble}")
     if status.not_begun:
         why = "cancelled, or Slurm could not start them"
-        notes.append(f"ended before they began: {_shown_shards(status.not_begun)} ({why})")
+        notes.append(f"ended before the task started: {_shown_shards(status.not_begun)} ({why})")
     if status.foreign_jobs:
         jobs = " ".join(status.foreign_jobs)
         notes.append(f"jobs of the folder that this one was copied from; to cancel them: scancel {jobs}")

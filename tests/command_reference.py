@@ -32,7 +32,7 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
     "duplicates": "overlap.md#duplicates",
     "train_tokenizer": "inputs.md#a-tokenizer-of-your-own",
     "submit": "cluster.md#3-submit-watch-repair",
-    "status": "cluster.md#what-status-knows",
+    "status": "cluster.md#3-submit-watch-repair",
     "report": "seeing.md#afterwards-report",
     "stage": "cluster.md#staging-shards-on-the-nodes-own-disks",
     "forecast": "seeing.md#what-a-run-will-read-forecast",

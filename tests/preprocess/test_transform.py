@@ -332,7 +332,8 @@ def test_the_example_functions_of_the_docs_work(tmp_path: Path) -> None:
     pytest.importorskip("ftfy", exc_type=ImportError)
     raw = {"a.jsonl": [{"text": text} for text in DOCUMENTED]}
     functions = [each for each in examples_of("inputs.md") if "def transform" in each]
-    functions.append((ROOT / "examples/web_filters.py").read_text(encoding="utf-8"))
+    files = [ROOT / "examples" / name for name in ("web_filters.py", "korean_text.py")]
+    functions += [file.read_text(encoding="utf-8") for file in files]
     assert len(functions) >= 3
     for number, function in enumerate(functions):
         world = made(tmp_path / str(number), function, raw)

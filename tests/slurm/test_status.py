@@ -335,7 +335,7 @@ class Row(NamedTuple):
 
 
 STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
-VANISHED = "ended without a word (killed, or its node failed)"
+VANISHED = "ended without a record (killed, or its node failed)"
 ROWS = [
     # the worker's own exit code
     Row("bad input (65)", [ended(65)]),

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     resources.check_address_space()
     folder = DataFolder(args.output_dir)
     plan = need_plan(folder)
-    part = find_part(args.part, os.environ)
+    part = find_part(args.part, os.environ, shares_array=args.array)
     chosen = chosen_shards(plan.num_shards, args.shards)
     wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
     given = given_of(args, WorkerSettings)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.again and chosen is None:
         raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
     # Of several processes with one output the first one speaks for all.
-    speaks = part.number == 0 or part.is_started_alone
+    speaks = part.is_first
     todo, num_missing = _shards_to_make(folder, plan, wanted, part, makes_again=settings.again)
     if num_missing < len(wanted) and speaks:
         say(f"{len(wanted) - num_missing} of {len(wanted)} shards are done already")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(todo, PartQueue):
             # First, because adding to the record changes its time.
             todo.begins_at(time_of_file_system(os.environ.get(RECORD_VARIABLE)))
-            if part.number == 0:
+            if part.is_first:
                 append_shards(wanted)
         made, failures = _make_all(todo, make)
         record.exit_code = failures[0].exit_code if failures else 0
@@ -164,6 +164,8 @@ def _part_line(part: Part, num_missing: int, num_own: int, num_proc: int) -> str
             f"part {part.number} of {part.num_parts}: {num_own} of {shards} first, then those that no other "
             f"part has begun, by {counted(num_proc, 'process')}"
         )
-    nodes = counted(part.place.num_nodes, "node")
+    where = f"on {counted(part.place.num_nodes, 'node')}"
+    if part.is_of_array:
+        where = "of a job array"
     each = f"up to {counted(num_proc, 'process')} each"
-    return f"{part.num_parts} tasks on {nodes} share {shards} ({part.source}), with {each}"
+    return f"{part.num_parts} tasks {where} share {shards} ({part.source}), with {each}"

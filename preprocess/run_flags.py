@@ -19,6 +19,8 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
     text = "be process I of N, from 0, that share the shards (default: as srun or mpirun say; 0/1: alone)"
     add("--part", metavar="I/N", help=text)
+    text = "share the shards with the other tasks of this Slurm job array, too"
+    add("--array", action="store_true", help=text)
     making_flags(parser)
 
 

@@ -39,6 +39,14 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArrayPlace:
+    """A task of a Slurm job array, or a job that is none."""
+
+    number: int = 0  # from 0
+    num_tasks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodePlace:
     """Where a process is among the nodes of its launch; what is not known is as for one process."""
 
@@ -104,6 +112,20 @@ def find_node_place(environ: Mapping[str, str]) -> NodePlace:
     sizes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
     size = sizes[node] if node < len(sizes) else 1
     return _place(node, num_nodes, _number_or(environ.get("SLURM_LOCALID"), 0), size)
+
+
+def find_array_place(environ: Mapping[str, str]) -> ArrayPlace:
+    """Return which task of its job array this is. Variables that are no numbers are ignored.
+
+    Of a list without a step, such as ``1,5,6``, two tasks may get one number.
+    """
+    num_tasks = _number_or(environ.get("SLURM_ARRAY_TASK_COUNT"), 1)
+    index = _number_or(environ.get("SLURM_ARRAY_TASK_ID"), 0)
+    first = _number_or(environ.get("SLURM_ARRAY_TASK_MIN"), 0)
+    step = _number_or(environ.get("SLURM_ARRAY_TASK_STEP"), 1)
+    if num_tasks < 1 or step < 1:
+        return ArrayPlace()
+    return ArrayPlace(number=(index - first) // step % num_tasks, num_tasks=num_tasks)
 
 
 def _place(node: int, num_nodes: int, rank: int, size: int) -> NodePlace:

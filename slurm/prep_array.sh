@@ -4,6 +4,9 @@
 #   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
 #   sbatch --array=0-99 slurm/prep_array.sh DATA [worker flags]    shards 0-99 of the plan in DATA
 #
+# With several tasks a job, as `--nodes=2 --ntasks-per-node=1` asks for, all tasks of the array share the shards of the
+# plan (`shardprep run`). Where nodes are not shared, a task uses all CPUs of its node.
+#
 # `--partition=amx-part` or SBATCH_PARTITION chooses a partition. `--array=0-99%20` runs 20 tasks at once.
 # `--signal=B:USR1@60` gives tasks a minute to stop before the time limit, instead of KillWait (30 s) after it.
 #
@@ -20,7 +23,6 @@
 #SBATCH --job-name=shardprep
 #SBATCH --array=0-9
 #SBATCH --nodes=1
-#SBATCH --ntasks=1
 #SBATCH --cpus-per-task=8
 #SBATCH --open-mode=append
 # Not logs/...: Slurm creates no folders, and a task whose log cannot be opened dies without a message. The log is
@@ -40,7 +42,8 @@ if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]];
   refuse "not a task of a job array, so there is no shard to make; type: sbatch --array=0-9 $script$(printf ' %q' "$@")"
 fi
 # They are used in arithmetic, where bash would evaluate any other text, and in names of files.
-for name in JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID RESTART_COUNT NTASKS JOB_NUM_NODES CPUS_PER_TASK; do
+for name in JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID ARRAY_TASK_COUNT RESTART_COUNT NTASKS JOB_NUM_NODES CPUS_PER_TASK \
+  CPUS_ON_NODE; do
   name=SLURM_$name
   [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,9})$ ]] || refuse "$name is $(printf %q "${!name}"), expected a number from Slurm"
 done
@@ -60,8 +63,20 @@ fi
 # A folder given as an argument must have a plan. For the default folder the worker makes one.
 place=(--output_dir /data/processed)
 if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
-[[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
-what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
+# Without --ntasks there is a task a node.
+num_nodes=${SLURM_JOB_NUM_NODES:-1}
+num_tasks=${SLURM_NTASKS:-$num_nodes}
+if [[ -n ${shardprep_what:-} ]]; then
+  what=$shardprep_what
+elif ((num_tasks > 1)); then
+  shardprep_command=(run "${place[1]}")
+  ((${SLURM_ARRAY_TASK_COUNT:-1} == 1)) || shardprep_command+=(--array)
+  what="its share of the shards"
+  shards="" # `run` adds them to the record
+else
+  shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
+  what="shard ${SLURM_ARRAY_TASK_ID:-}"
+fi
 
 # Write a record of this attempt for `shardprep status`: what Slurm told this task, and how it ended. The worker removes
 # the record once all shards are made. Errors with the record never stop the work.
@@ -116,9 +131,6 @@ end_record() {
 } 2>/dev/null
 trap 'end_record $?' EXIT
 begin_record
-((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
-  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes would all make the same $what;" \
-    "leave out --ntasks and --nodes, and use more array indices or --cpus-per-task"
 
 # On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches only this shell.
 # In both cases this shell sends USR1 to srun, which forwards it to the worker. It does not send TERM, after which srun
@@ -185,8 +197,25 @@ unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRI
 [[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
 
 [[ -z $record ]] || export SHARDPREP_ATTEMPT=$record # after the set-up: only the worker may remove the record
+# A job may have more CPUs than it asked for: all of a node that is not shared, or all threads of its cores.
+num_cpus=${SLURM_CPUS_PER_TASK:-1}
+num_given=${SLURM_CPUS_ON_NODE:-0}
+tasks_on_node=$(((num_tasks + num_nodes - 1) / num_nodes))
+if ((num_tasks == 1)); then
+  ((num_given <= num_cpus)) || num_cpus=$num_given
+  step=(--ntasks=1 --cpus-per-task="$num_cpus")
+  export SLURM_CPUS_PER_TASK=$num_cpus
+else
+  # If a task or a node fails, the others make its shards.
+  step=(--nodes="$num_nodes" --ntasks="$num_tasks" --kill-on-bad-exit=0 --wait=0 --no-kill)
+  if ((num_given > tasks_on_node * num_cpus)); then
+    unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK # nodes may differ: each divides its own CPUs
+  else
+    step+=(--cpus-per-task="$num_cpus")
+  fi
+fi
 # srun does not inherit --cpus-per-task. --export=ALL is needed after `sbatch --export=NONE`.
-srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
+srun "${step[@]}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
   ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$start" \
   "${shardprep_command[@]}" "$@" &
 srun_pid=$! stage=work
@@ -194,6 +223,10 @@ srun_pid=$! stage=work
 # A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 ((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
+if ((rc && num_tasks > 1)) && [[ -n $record && ! -e $record ]]; then # the task that sees all shards made removes it
+  say "a task ended with exit code $rc, and the others made its shards"
+  rc=0
+fi
 if ((rc == 255)); then # not a code of the worker
   say "$what did not start: srun failed, see its messages above"
   rc=75 stage=start

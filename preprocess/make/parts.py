@@ -28,9 +28,10 @@ from shardprep.format.data_folder import DataFolder
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest, manifest_ids
 from shardprep.format.plan import Plan
-from shardprep.launch import NodePlace, find_launch, find_node_place
+from shardprep.launch import ArrayPlace, NodePlace, find_array_place, find_launch, find_node_place
 
 _STARTS_DIFFER_S = 30.0  # between the processes of a launch
+_OF_ARRAY = "SLURM_ARRAY_TASK_ID/COUNT"
 _PART = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 _SLOW_BYTES_PER_S = 2e6  # of input, of a process whose speed is not known
 _TIMES_LONGER = 2  # than it should take: then a shard is late
@@ -50,19 +51,25 @@ class Part:
     num_parts: int = 1
     source: str = ""  # the variables or the flag that say so
     place: NodePlace = field(default_factory=NodePlace)
+    is_first: bool = True  # of the parts whose output is mixed with its own
 
     @property
     def is_alone(self) -> bool:
         return self.num_parts == 1
 
     @property
-    def is_started_alone(self) -> bool:
-        """Return whether its output is not mixed with that of other parts."""
-        return self.source in ("", "--part")
+    def is_of_array(self) -> bool:
+        """Return whether the tasks of a job array are parts."""
+        return self.source.startswith(_OF_ARRAY)
 
 
-def find_part(given: str | None, environ: Mapping[str, str]) -> Part:
-    """Return the part of this process: ``--part I/N``, or what its launcher says. Raises UsageError."""
+def find_part(given: str | None, environ: Mapping[str, str], *, shares_array: bool = False) -> Part:
+    """Return the part of this process: ``--part I/N``, or what its launcher says. Raises UsageError.
+
+    ``shares_array``: the tasks of a job array share the shards, too.
+    """
+    if given is not None and shares_array:
+        raise UsageError(found="--part and --array", expected="one of them")
     if given is not None:
         match = _PART.fullmatch(given)
         if not match or int(match[1]) >= int(match[2]):
@@ -70,13 +77,26 @@ def find_part(given: str | None, environ: Mapping[str, str]) -> Part:
             raise UsageError.of_value("--part", given, expected)
         return Part(number=int(match[1]), num_parts=int(match[2]), source="--part")
     launch = find_launch(environ, otherwise="or --part I/N")
+    array = ArrayPlace()
+    if shares_array:
+        array = find_array_place(environ)
     if launch is None or launch.num_processes == 1:
-        return Part()
+        if array.num_tasks == 1:
+            return Part()
+        return Part(number=array.number, num_parts=array.num_tasks, source=_OF_ARRAY)
     if not 0 <= launch.rank < launch.num_processes:
         found = f"process {launch.rank} of {launch.num_processes} (from {launch.source})"
         raise UsageError(found=found, expected="numbers from 0 on; or name them: --part I/N")
-    place = find_node_place(environ)
-    return Part(number=launch.rank, num_parts=launch.num_processes, source=launch.source, place=place)
+    source = launch.source
+    if array.num_tasks > 1:
+        source = f"{_OF_ARRAY}, {source}"
+    return Part(
+        number=array.number * launch.num_processes + launch.rank,
+        num_parts=array.num_tasks * launch.num_processes,
+        source=source,
+        place=find_node_place(environ),
+        is_first=launch.rank == 0,
+    )
 
 
 def shards_of_part(wanted: Collection[int], sizes: list[int], part: Part) -> list[int]:

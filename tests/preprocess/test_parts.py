@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardprep.launch import ArrayPlace, find_array_place
 from tests.children import child, end_of, environ_of_children, shardprep
 from tests.world import World, hostile_text
 
@@ -15,6 +16,23 @@ from tests.world import World, hostile_text
 def test_a_part_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     world = World(tmp_path).raw({"a.txt": "a line\n"}).plan(num_shards=1)
     world.main("run", world.data_dir, f"--part={text}").ends(2, "--part")
+
+
+@pytest.mark.parametrize(("index", "number"), [(3, 0), (5, 1), (9, 3)])
+def test_a_task_of_a_job_array_knows_its_place(index: int, number: int) -> None:
+    """The indices are 3, 5, 7 and 9."""
+    values = {"ID": str(index), "COUNT": "4", "MIN": "3", "STEP": "2"}
+    environ = {f"SLURM_ARRAY_TASK_{name}": value for name, value in values.items()}
+    assert find_array_place(environ) == ArrayPlace(number=number, num_tasks=4)
+    assert find_array_place({}) == ArrayPlace()
+
+
+def test_an_array_is_shared_only_if_asked_for_and_not_with_a_part(tmp_path: Path) -> None:
+    """Other arrays have a data set a task."""
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 4}).plan(num_shards=2)
+    environ = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "4"}
+    assert "part 1 of 4" not in world.main("run", world.data_dir, environ=environ).ends(0).err
+    world.main("run", world.data_dir, "--array", "--part=0/2", environ=environ).ends(2, "--array")
 
 
 @pytest.mark.processes

@@ -161,6 +161,23 @@ def test_the_format_imports_only_the_standard_library_numpy_orjson_and_msgspec()
         assert {name.partition(".")[0] for name in imports_of(path)} <= allowed, path.name
 
 
+# Variables by which launchers number processes, nodes and tasks.
+OF_LAUNCHERS = re.compile(
+    "(LOCAL_|GROUP_)?RANK|(OMPI_COMM|PMI|PMIX|MPI)_[A-Z_]+|"
+    "SLURM_(PROCID|LOCALID|NODEID|N?NODES|NTASKS|STEP_NUM_[A-Z]+|ARRAY_TASK_(COUNT|MIN|STEP))"
+)
+
+
+def test_which_process_of_a_launch_this_is_is_asked_in_one_module() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and OF_LAUNCHERS.fullmatch(str(node.value))
+    }
+    assert found == {"shardprep/launch.py"}
+
+
 # Functions that touch a file or a folder by its path, besides those of files, publishing and folders.
 _OF_OS = {
     "open", "unlink", "remove", "rename", "replace", "link", "symlink", "scandir", "listdir", "walk", "mkdir",

@@ -28,6 +28,7 @@ PURE_MODULES = {
     "loader.order.order",
     "loader.order.planned",
     "loader.read.json_ids",
+    "shardprep.launch",
 }
 FOLDERS = [
     ".", "faults", "format", "loader", "loader/batch", "loader/order", "loader/read", "lustre", "oracle",

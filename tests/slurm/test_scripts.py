@@ -36,13 +36,61 @@ def test_a_task_ends_with_the_exit_code_of_its_worker_unless_slurm_mangles_it(de
     desk.task(code=REPLACED.get(code, code), srun=f"exit {code}")
 
 
-def test_a_task_refuses_several_tasks_per_job_and_missing_files_by_name(desk: Desk) -> None:
-    names = ("SHARDPREP_PYTHON", "SHARDPREP_SETUP")
-    wrong = [{"SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": number} for number in ("1", "2")]
-    for environ in [*wrong, *({name: "/no/such/file"} for name in names)]:
-        output = desk.task(code=2, environ=environ)
-        assert ("--ntasks" if environ in wrong else next(iter(environ))) in output
+def test_a_task_refuses_missing_files_by_name(desk: Desk) -> None:
+    for name in ("SHARDPREP_PYTHON", "SHARDPREP_SETUP"):
+        assert name in desk.task(code=2, environ={name: "/no/such/file"})
     assert not (desk.data / "shard-00000.tar").exists()
+
+
+# Prints the options of srun, and starts the tasks.
+SEVERAL = """echo "options: $*"; num=1
+while [[ $1 = --* ]]; do [[ $1 != --ntasks=* ]] || num=${1#*=}; shift; done
+for ((rank = 0; rank < num; rank++)); do
+  export SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_NTASKS=$num SLURM_STEP_NUM_TASKS=$num SLURM_STEP_ID=0
+  "$@" & pids[rank]=$!
+done
+highest=0
+for pid in "${pids[@]}"; do rc=0; wait "$pid" || rc=$?; ((rc <= highest)) || highest=$rc; done
+exit "$highest"
+"""
+TWO_NODES = {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "1"}
+
+
+def test_the_tasks_of_a_job_on_two_nodes_share_the_shards(desk: Desk) -> None:
+    """It may be one of a job array, all of whose tasks share them; here the other two never begin."""
+    array = {
+        f"SLURM_ARRAY_TASK_{name}": value for name, value in (("COUNT", "3"), ("MIN", "0"), ("STEP", "1"))
+    }
+    output = desk.task("--num_proc", 1, index=1, srun=SEVERAL, environ={**TWO_NODES, **array})
+    assert "6 tasks of a job array share 5 shards" in output
+    assert re.search("options: .*--nodes=2 --ntasks=2 .*--no-kill --cpus-per-task=1", output)
+    assert desk.status()["num_done"] == 5
+    for path in desk.made.glob("shard-*.tar"):
+        assert (desk.data / path.name).read_bytes() == path.read_bytes()
+    assert not list((desk.data / "jobs").rglob("*.r0"))
+
+
+def test_a_job_of_several_tasks_ends_well_if_the_others_made_the_shards_of_one_that_died(desk: Desk) -> None:
+    record = shlex.quote(str(desk.data / "jobs" / "attempts" / "7_0.r0"))
+    desk.task(srun=f"rm {record}; exit 137", environ=TWO_NODES)
+    desk.task(srun="exit 137", environ=TWO_NODES, code=75)
+
+
+@pytest.mark.parametrize(
+    ("environ", "passed"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "8"}, ["--cpus-per-task=8"]),
+        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_CPUS_ON_NODE": "8"}, ["--cpus-per-task=8"]),
+        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_CPUS_ON_NODE": "128"}, ["--cpus-per-task=128"]),
+        ({**TWO_NODES, "SLURM_CPUS_ON_NODE": "128"}, []),  # nodes may differ
+        ({**TWO_NODES, "SLURM_NTASKS": "4", "SLURM_CPUS_ON_NODE": "2"}, ["--cpus-per-task=1"]),
+    ],
+)
+def test_a_task_uses_all_cpus_that_its_job_was_given(
+    desk: Desk, environ: dict[str, str], passed: list[str]
+) -> None:
+    output = desk.task(srun='echo "$*"; exit 75', environ=environ, code=75)
+    assert re.findall("--cpus-per-task=[0-9]+", output) == passed
 
 
 def test_outside_a_job_array_the_script_prints_the_command_to_type(tmp_path: Path) -> None:

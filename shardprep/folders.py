@@ -224,6 +224,14 @@ class Folder:
         except files.NOT_THERE:
             return b""
 
+    def read_end(self, name: str, num_bytes: int) -> bytes:
+        """Return a file's last bytes, none if it does not exist."""
+        try:
+            with files.errors_named(partial(self.path_of, name)), self.open(name) as file:
+                return file.read_beginning(max(file.num_bytes - num_bytes, 0), num_bytes)
+        except files.NOT_THERE:
+            return b""
+
     def lines(self, name: str, *, max_line_bytes: int = files.MAX_LINE_BYTES) -> Iterator[bytes]:
         """Yield the lines of a file, each with its end. Raises BrokenShard for a line that is too long."""
         path = self.path_of(name)

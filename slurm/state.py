@@ -161,6 +161,7 @@ def _find_state(
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
     # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
     listed = {each.path for each in records.own}
+    records.own.clear()  # their memory is free for the same records
     now = attempts.read_attempts(data_dir, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]

@@ -13,11 +13,14 @@ folder that it was written in, so that records in a copy of the folder are ignor
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import os
 import pwd
 import re
 import time
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,10 +32,20 @@ from shardprep import errors
 from shardprep.errors import ShardprepError
 from shardprep.format import json_files, names
 from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
-from shardprep.format.jobs import MAX_RECORD_BYTES, TimeStamp, is_own_file
+from shardprep.format.jobs import TimeStamp, is_own_file
 
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # contains the path of this process's record
 _MAX_REASON_CHARS = 2000
+_MAX_RECORD_BYTES = 64 << 20  # of a record with a message for each shard
+_MAX_LINES = 2 * names.MAX_SHARDS  # of a record
+_MAX_LINE_BYTES = 1 << 20
+# Of all records of this user, and of all those of other users.
+_MAX_ALL_BYTES = 192 << 20  # in memory, about
+_MAX_ALL_LINES = 20_000_000  # which take some 20 s
+# What is kept of a record takes about as many bytes in memory.
+_BYTES_OF_RECORD = 1024
+_BYTES_OF_SHARD = 12  # its id, and the attempt in the list of the shard
+_BYTES_OF_FAILURE = 250  # without its message
 _Number = Annotated[int, Meta(ge=-1, le=json_files.MAX_INT64)]
 # JOB_INDEX.rRESTART, of a ``run`` of several processes with .partI
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}(?:\.part[0-9]{1,9})?")
@@ -58,7 +71,7 @@ class AttemptRecord(Struct, kw_only=True):
     name: str = ""  # in the folder of the data set
     is_own: bool = False  # this user owns the file, and nobody else can write to it
     owner: str = ""  # of the file
-    shards: list[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
+    shards: Sequence[int] = field(name="shard_ids", default_factory=list)  # empty for a verify job
     failures: dict[int, Failure] = field(default_factory=dict)
     # begin
     plan_id: str
@@ -118,6 +131,27 @@ class AttemptRecord(Struct, kw_only=True):
         return start_ticks(self.pid) == self.pid_began
 
 
+_NAMES = frozenset(each.encode_name.encode() for each in msgspec.structs.fields(AttemptRecord))
+
+
+@dataclass(kw_only=True)
+class _Allowance:
+    """What the records of this user, or those of all others, may still take."""
+
+    num_bytes: int = _MAX_ALL_BYTES
+    num_lines: int = _MAX_ALL_LINES
+
+    @property
+    def is_used_up(self) -> bool:
+        return min(self.num_bytes, self.num_lines) <= 0
+
+    def takes(self, failure: Failure) -> bool:
+        """Subtract a failure. Return whether it may be kept."""
+        bytes_per_char = 1 if failure.reason.isascii() else 4
+        self.num_bytes -= _BYTES_OF_FAILURE + bytes_per_char * len(failure.reason)
+        return not self.is_used_up
+
+
 @dataclass(kw_only=True)
 class AttemptRecords:
     """The records of a data set, without those of another plan or of a folder that it was copied from."""
@@ -141,6 +175,8 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
     identity = identity or folder_identity(folder)
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
+    own = _Allowance()
+    others = _Allowance()
     try:
         listed = folder.names(ATTEMPTS_FOLDER)
     except ShardprepError as error:
@@ -152,52 +188,67 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
         place = f"{ATTEMPTS_FOLDER}/{name}"
         path = folder.path_of(place)
         try:
-            content, status = folder.read_with_status(place, max_bytes=MAX_RECORD_BYTES)
+            content, status = folder.read_with_status(place, max_bytes=_MAX_RECORD_BYTES)
         except FileNotFoundError:  # all its shards were made since the listing
             continue
         except ShardprepError as error:
             records.unreadable.append(str(error))
             continue
-        record = _record_of(content)
+        is_own = is_own_file(status)
+        allowance = own if is_own else others
+        if allowance.is_used_up:
+            continue
+        allowance.num_lines -= content.count(b"\n")
+        record = _record_of(content, allowance)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
+        allowance.num_bytes -= _BYTES_OF_RECORD + _BYTES_OF_SHARD * len(record.shards)
         record.path = str(path)
         record.name = place
-        record.is_own = is_own_file(status)
+        record.is_own = is_own
         record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             if os.path.dirname(log) != logs:  # noqa: PTH120
                 record.log = ""
         records.own.append(record)
+    if own.is_used_up or others.is_used_up:
+        found = f"more than {_MAX_ALL_BYTES >> 20} MiB or {_MAX_ALL_LINES} lines, of which the first count"
+        expected = "less; move records of old attempts away"
+        path = folder.path_of(ATTEMPTS_FOLDER)
+        records.unreadable.append(str(errors.BrokenShard(path=path, found=found, expected=expected)))
     records.own.sort(key=lambda each: (each.began, each.path))
     return records
 
 
-def _record_of(content: bytes) -> AttemptRecord | None:
+def _record_of(content: bytes, allowance: _Allowance) -> AttemptRecord | None:
     """Parse a record, or return None. If a job id was reused, the last "begin" counts."""
     facts: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
-    prefix = ""
-    for line in content.decode("utf-8", "replace").split("\n"):
-        name, equals, value = line.partition("=")
-        if line == "begin":
+    prefix = b""
+    # Line by line: a list of all lines would take 50 times the memory of the file.
+    for line in itertools.islice(io.BytesIO(content), _MAX_LINES):
+        name, equals, value = line.rstrip(b"\n").partition(b"=")
+        if name == b"begin" and not equals:
             facts = {}
             failures = {}
-            prefix = ""
-        elif line == "end":
-            prefix = "end_"
-        elif line.startswith("{"):
+            prefix = b""
+        elif name == b"end" and not equals:
+            prefix = b"end_"
+        elif len(line) > _MAX_LINE_BYTES:
+            continue
+        elif line.startswith(b"{"):
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                failure = msgspec.json.decode(line, type=Failure)
-                failures[failure.shard_id] = failure
-        elif equals and value:
+                failure = msgspec.json.decode(line.decode("utf-8", "replace"), type=Failure)
+                if failure.shard_id < names.MAX_SHARDS and allowance.takes(failure):
+                    failures[failure.shard_id] = failure
+        elif value and prefix + name in _NAMES:
             # The first value counts: ``append_end`` may precede the end that a surviving script writes.
-            facts.setdefault(prefix + name, value)
+            facts.setdefault((prefix + name).decode(), value.decode("utf-8", "replace"))
     try:
         record = msgspec.convert(facts, AttemptRecord, strict=False)
         if record.shard_ranges:
-            record.shards = names.ids_of_ranges(record.shard_ranges)
+            record.shards = array("I", names.ids_of_ranges(record.shard_ranges))
     except (msgspec.MsgspecError, ValueError):
         return None
     record.failures = failures

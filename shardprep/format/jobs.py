@@ -19,7 +19,10 @@ import os
 import re
 import stat
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -36,7 +39,11 @@ _CONTROLLER_FORMAT = "shardprep-controller"
 _CONTROLLER_NAME = re.compile(r"control-[0-9]{1,10}\.json")
 _MAX_CONTROLLER_BYTES = 1 << 16
 _MAX_SUBMISSION_BYTES = 16 << 20  # the submission of 99,999 shards has 2 MB
-MAX_RECORD_BYTES = 64 << 20  # of the history, and of a record with a message for each shard
+_MAX_ALL_SUBMISSIONS_BYTES = 128 << 20  # of a data set; decoded, they take some three times as much
+_MAX_TASK_SHARDS = 5_000_000  # in all submissions
+# Of the history, only the newest events are read. Decoded, it may take 30 times as much memory.
+_MAX_HISTORY_BYTES = 4 << 20
+_MAX_EVENTS = 10_000
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
 TimeStamp = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -55,16 +62,15 @@ class SentJob:
 class JobArray(SentJob):
     """A job array of a submission. Task i makes the shards ``tasks[i]``."""
 
-    request: dict[str, str | int | float | None]  # fields of the request, see ``slurm.request``
+    # Fields of the request, see ``slurm.request``.
+    request: Annotated[dict[str, str | int | float | None], Meta(max_length=100)]
     tasks: Annotated[list[str], Meta(min_length=1)]
     mem_mb: Count | None  # the limit that Slurm derived from the request, or None
     time_min: Count | None
 
-    def __post_init__(self) -> None:
-        names.ids_of_ranges(",".join(self.tasks))  # limits the sum over all tasks
-
-    def shards_of_tasks(self) -> list[list[int]]:
-        return [names.ids_of_ranges(word) for word in self.tasks]
+    def shards_of_tasks(self) -> list[Sequence[int]]:
+        # Arrays, because an int object takes 9 times as much memory.
+        return [array("I", names.ids_of_ranges(word)) for word in self.tasks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,13 @@ class Submission:
         """Return its jobs, the verify job last."""
         return [*self.arrays, self.verify]
 
+    def num_shards(self) -> int:
+        """Return how many shards its tasks make. Raises ValueError if they are too many, or are none."""
+        tasks: list[str] = []
+        for sent in self.arrays:
+            tasks += sent.tasks
+        return len(names.ids_of_ranges(",".join(tasks)))
+
 
 def read_submissions(folder: DataFolder) -> list[Submission]:
     """Return all submissions of a data set, oldest first. Raises BrokenShard or ReadWriteError."""
@@ -96,6 +109,8 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         path = folder.path_of(JOBS_FOLDER)
         raise errors.ReadWriteError(path=path, found="not a folder", expected="a folder of submissions")
     submissions = []
+    num_bytes = 0
+    num_shards = 0
     for name in listed:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
@@ -103,17 +118,29 @@ def read_submissions(folder: DataFolder) -> list[Submission]:
         path = folder.path_of(place)
         try:
             raw, status = folder.read_with_status(place, max_bytes=_MAX_SUBMISSION_BYTES)
+            num_bytes += len(raw)
+            if num_bytes > _MAX_ALL_SUBMISSIONS_BYTES:
+                raise _too_much(path, f"{num_bytes} bytes", _MAX_ALL_SUBMISSIONS_BYTES)
             submission = json_files.as_type(path, json_files.checked_object(path, raw, _FORMAT), Submission)
+            num_shards += submission.num_shards()
+            if num_shards > _MAX_TASK_SHARDS:
+                raise _too_much(path, f"{num_shards} shards", _MAX_TASK_SHARDS)
         # Raise for every file that cannot be read: if it were skipped, its shards would be made twice.
         except files.NOT_THERE as error:  # a dangling link, or removed since the listing
             raise errors.ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
-        except (errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
+        except (ValueError, errors.BrokenShard, errors.UnknownVersion, errors.UsageError) as error:
             problem = f"not a valid submission: {error}"
             raise errors.BrokenShard(
                 path=path, found=problem, expected="one", advice="move it away"
             ) from None
         submissions.append(dataclasses.replace(submission, is_own=is_own_file(status)))
     return submissions
+
+
+def _too_much(path: Path, found: str, most: int) -> errors.BrokenShard:
+    return errors.BrokenShard(
+        path=path, found=f"{found} in the submissions up to it", expected=f"at most {most}"
+    )
 
 
 def is_own_file(status: os.stat_result) -> bool:
@@ -171,11 +198,14 @@ def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
 
 
 def read_events(folder: DataFolder) -> list[dict[str, Any]]:
-    """Return the history of a data set, oldest first, without invalid lines."""
+    """Return the newest events of a data set, oldest first, without invalid lines."""
     try:
-        lines = folder.read(f"{JOBS_FOLDER}/{HISTORY_NAME}", max_bytes=MAX_RECORD_BYTES).split(b"\n")
-    except (*files.NOT_THERE, ShardprepError):
+        raw = folder.read_end(f"{JOBS_FOLDER}/{HISTORY_NAME}", _MAX_HISTORY_BYTES)
+    except ShardprepError:
         return []
+    lines = raw.rsplit(b"\n", _MAX_EVENTS + 1)
+    if len(raw) == _MAX_HISTORY_BYTES or len(lines) > _MAX_EVENTS + 1:
+        del lines[0]  # earlier events, or the end of one
     events = []
     for line in lines:
         with contextlib.suppress(ValueError, errors.BrokenShard, LookupError, TypeError):

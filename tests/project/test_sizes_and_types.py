@@ -19,7 +19,7 @@ from tests.faults.judging import verdict_of_end
 from tests.faults.small_data_sets import command
 from tests.forged import rewrite_json
 from tests.oracle.test_done import BROKEN, forge
-from tests.slurm.fake_slurm import Desk, ended, failure
+from tests.slurm.fake_slurm import Desk, array, ended, failure
 from tests.world import World
 
 pytestmark = [pytest.mark.long, pytest.mark.processes]
@@ -194,9 +194,56 @@ def test_digests_that_end_within_one_are_refused(tmp_path: Path) -> None:
 
 
 def test_shards_that_a_submission_names_again_and_again_take_no_memory(world: World) -> None:
-    path = Desk(data=world.data_dir, place=world.data_dir).submitted()
-    rewrite_json(path, **{"arrays.0.tasks": ["0-99998"] * 3000})
+    desk = Desk(data=world.data_dir, place=world.data_dir)
+    desk.submitted(array(tasks=["0-99998"] * 3000))
     assert exit_codes(world, "status") == {"status": 65}
+    desk.submitted(*[array(tasks=["0-99998"])] * 3)
+    assert exit_codes(world, "status") == {"status": 65}
+
+
+def many_events(desk: Desk) -> None:
+    path = desk.data / "jobs" / "history.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"time":1,"event":"x"}\n' * (2 << 20))
+
+
+def record_of_many_names(desk: Desk) -> None:
+    desk.record("1_0", "".join(f"{number}=1\n" for number in range(10**6)))
+
+
+def record_of_many_lines(desk: Desk) -> None:
+    path = desk.record("1_0")
+    path.write_bytes(path.read_bytes() + b"\n" * (30 << 20))
+
+
+def record_of_many_failures(desk: Desk) -> None:
+    line = '{"shard":%d,"exit_code":74,"reason":""}\n'
+    desk.record("1_0", "".join(line % number for number in range(10**6, 1_600_000)))
+
+
+def records_of_all_shards(desk: Desk) -> None:
+    for number in range(50):
+        desk.record(f"{number}_0", shards=f"{number}-99998")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        many_events,
+        record_of_many_names,
+        record_of_many_lines,
+        record_of_many_failures,
+        records_of_all_shards,
+    ],
+)
+def test_records_of_jobs_take_status_no_more_memory_than_they_are_worth(
+    world: World, write: Callable[[Desk], None]
+) -> None:
+    (world.data_dir / "shard-00000.json").unlink()
+    write(Desk(data=world.data_dir, place=world.data_dir))
+    work = partial(_code_of, world, ["status", world.data_dir, "--json"])
+    found = ForkedRun(work, memory_bytes=100 << 20).end()
+    assert (found.how, found.code) == ("ended", 0)
 
 
 VALUES: tuple[Any, ...] = (

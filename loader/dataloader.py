@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from loader.batch.batches import Collate, StepBatches, Targets, padded_batches
-from loader.batch.boundaries import Boundary, boundary_names
+from loader.batch.boundaries import boundary_names
+from loader.batch.fields import Boundary
 from loader.options import LoaderOptions, Padding
 from loader.order.mixture import Run
 from loader.order.planned import Sizes, Weights, WeightsIn, choose_sizes, make_run

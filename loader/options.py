@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from loader.batch.batches import Collate, Targets
-from loader.batch.boundaries import Boundary
+from loader.batch.fields import Boundary
 from loader.order.checks import whole_number
 from loader.order.planned import Sizes, Weights, WeightsIn
 from loader.read.finding import InputShards, is_named_validation

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.batch.boundaries import boundary_fields
+from loader.batch.fields import BatchEdges, Maker, makers_of
 from loader.read.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
 from shardprep.errors import UsageError
 from shardprep.format.spec import BLANK
@@ -29,9 +29,9 @@ _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 class Batch(dict[str, torch.Tensor]):
     """A dict of the tensors of a batch, used like a BatchEncoding. The loader's arguments select the fields.
 
-    The table ``FIELDS`` of loader/batch/fields.py has all fields, with their shapes.
+    The table ``FIELDS`` of loader/batch/fields.py has all fields, with their shapes and what makes them.
     ``input_ids``, ``labels`` (-100: not trained on) and ``attention_mask`` (0 in padding) are int64[batch,
-    seq]. So are ``position_ids`` and ``segment_ids``; ``boundary_fields`` explains these and ``cu_seqlens``.
+    seq]. So are ``position_ids``, from 0 in each document, and ``segment_ids``, from 1 in each row.
     ``origins`` is int64[documents, 6], with columns row, place, source, shard, sample, document.
     """
 
@@ -223,8 +223,10 @@ class StepBatches:
     may_lack_labels: bool = field(init=False)  # whether tokens other than padding may have no label
     is_custom: bool = field(init=False)  # collate_fn is called; a CausalLMCollator's batches are made here
     _has_warned: bool = field(default=False, init=False)
+    _makers: dict[Maker, list[str]] = field(init=False)  # of the fields of ``boundaries``
 
     def __post_init__(self) -> None:
+        self._makers = makers_of(self.boundaries)
         self.may_lack_labels = self.padded.has_masks or self.padded.has_blanks
         self.is_custom = (
             self.collate_fn is not None and type(self.collate_fn).__module__ != "loader.batch.collator"
@@ -290,7 +292,11 @@ class StepBatches:
             width -= 1
             edges = Edges((row * width + within)[is_kept], (edges.sizes - is_last)[is_kept])
             lengths = None if lengths is None else np.minimum(lengths, width)
-        fields.update(boundary_fields(self.boundaries, edges, (num_rows, width), lengths))
+        at = BatchEdges(edges.begins, edges.sizes, (num_rows, width), lengths)
+        for make, names in self._makers.items():
+            value: Any = make(at)  # a tensor, or a number with its methods
+            for name in names:
+                fields[name] = value
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # with one, transformers would ignore the boundaries
 

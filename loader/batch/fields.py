@@ -1,22 +1,94 @@
-"""The fields of a batch, in one table: shape, what moves with rows, and what a model takes.
+"""The fields of a batch, in one table: shape, how it is made, what moves with rows, what a model takes.
 
-A new field is a line here, and the code that makes it. Functions that rearrange batches ask this table.
+A new field of document boundaries is a line here, a function that makes it, and its name in ``Boundary``.
+Functions that rearrange batches ask this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from loader.read.chunks import IGNORED
+from loader.order.hashes import Int64s
+from loader.read.chunks import IGNORED, Integers
+
+# The argument ``boundaries=`` for type checkers. The table says which fields each name gives.
+Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
+
+
+class HostNumber(int):
+    """A number in a batch. ``to`` returns it unchanged, since kernels need it on the CPU as an int."""
+
+    def to(self, *_: object, **__: object) -> HostNumber:
+        return self
+
+
+class BatchEdges(NamedTuple):
+    """Where documents begin in a batch: fields of boundaries are made from it."""
+
+    begins: Int64s  # int64[edges]: where rows, documents and padding begin in the flattened batch
+    sizes: Int64s  # int64[edges]: places up to the next edge
+    shape: tuple[int, int]  # of the batch
+    lengths: Integers | None  # [batch]: tokens of each row; None: all rows are full
+
+
+@lru_cache(maxsize=4)
+def _places(number: int) -> Int64s:
+    """Return 0, 1, ..., ``number`` - 1. The array is cached: do not write to it."""
+    return np.arange(number)
+
+
+def _position_ids(at: BatchEdges) -> torch.Tensor:
+    """Count from 0 in each document."""
+    num_places = at.shape[0] * at.shape[1]
+    # positions: int64[batch * seq], first the place where the document begins
+    positions = np.repeat(at.begins, at.sizes)
+    np.subtract(_places(num_places), positions, out=positions)
+    return torch.from_numpy(positions.reshape(at.shape))
+
+
+def _segment_ids(at: BatchEdges) -> torch.Tensor:
+    """Number the documents of each row from 1; padding is 0."""
+    # rows, within, numbers: int64[edges]
+    rows, within = np.divmod(at.begins, at.shape[1])
+    numbers = np.arange(len(rows))
+    numbers -= np.maximum.accumulate(np.where(within == 0, numbers, 0)) - 1
+    if at.lengths is not None:
+        numbers[within >= at.lengths[rows]] = 0
+    return torch.from_numpy(np.repeat(numbers, at.sizes).reshape(at.shape))
+
+
+def _bounds(at: BatchEdges) -> torch.Tensor:
+    """Return the edges of documents and of padding in the flattened batch, int32[edges + 1]."""
+    bounds = np.empty(len(at.begins) + 1, np.int32)
+    bounds[:-1] = at.begins
+    bounds[-1] = at.shape[0] * at.shape[1]
+    return torch.from_numpy(bounds)
+
+
+def _longest(at: BatchEdges) -> HostNumber:
+    """Return the greatest length of a document, or of padding."""
+    return HostNumber(at.sizes.max())
+
+
+def _no_cache(_: BatchEdges) -> HostNumber:
+    """Return a false value: with a cache, transformers' models ignore ``position_ids``."""
+    return HostNumber(0)
+
+
+Maker = Callable[[BatchEdges], "torch.Tensor | HostNumber"]
 
 
 class Field(NamedTuple):
     """What is known of a field."""
 
     shape: str  # with its type; "int": a number on the host
+    boundaries: tuple[str, ...] = ()  # the values of ``boundaries=`` that give the field
+    make: Maker | None = None  # makes a field of boundaries; StepBatches makes the others
     # "tokens": a value per token, which moves with rows and places; "whole": it describes whole documents, so
     # it stays as it is where rows are split; "no": it holds for this batch as it is, and cannot be moved.
     moves: Literal["tokens", "whole", "no"] = "tokens"
@@ -26,22 +98,43 @@ class Field(NamedTuple):
 
 
 _EDGES = "int32[documents + 1]"
+_OF_TRANSFORMERS = ("transformers",)  # its models take the edges under names of their own
 FIELDS = {
     "input_ids": Field("int64[batch, seq]"),
     "attention_mask": Field("int64[batch, seq]"),
     "labels": Field("int64[batch, seq]", padding=IGNORED, is_input=False),
-    "position_ids": Field("int64[batch, seq]"),
-    "segment_ids": Field("int64[batch, seq]"),
-    "cu_seqlens": Field(_EDGES, moves="whole"),
-    "max_seqlen": Field("int", moves="whole"),
-    "cu_seq_lens_q": Field(_EDGES, moves="no"),
-    "cu_seq_lens_k": Field(_EDGES, moves="no"),
-    "max_length_q": Field("int", moves="no"),
-    "max_length_k": Field("int", moves="no"),
-    "use_cache": Field("int", moves="no"),
+    "position_ids": Field("int64[batch, seq]", ("transformers", "position_ids"), _position_ids),
+    "segment_ids": Field("int64[batch, seq]", ("segment_ids",), _segment_ids),
+    "cu_seqlens": Field(_EDGES, ("cu_seqlens",), _bounds, moves="whole"),
+    "max_seqlen": Field("int", ("cu_seqlens",), _longest, moves="whole"),
+    "cu_seq_lens_q": Field(_EDGES, _OF_TRANSFORMERS, _bounds, moves="no"),
+    "cu_seq_lens_k": Field(_EDGES, _OF_TRANSFORMERS, _bounds, moves="no"),
+    "max_length_q": Field("int", _OF_TRANSFORMERS, _longest, moves="no"),
+    "max_length_k": Field("int", _OF_TRANSFORMERS, _longest, moves="no"),
+    "use_cache": Field("int", _OF_TRANSFORMERS, _no_cache, moves="no"),
     "origins": Field("int64[documents, 6]", moves="no", is_input=False, is_record=True),
 }
 _OF_THE_USER = Field("int64[batch, seq]")  # a field that a loop has added moves if it has this shape
+
+
+def known_boundaries() -> list[str]:
+    """Return the values that ``boundaries=`` takes."""
+    names: dict[str, None] = {}
+    for field in FIELDS.values():
+        names |= dict.fromkeys(field.boundaries)
+    return [*names]
+
+
+def makers_of(boundaries: Collection[str]) -> dict[Maker, list[str]]:
+    """Return the functions for these values of ``boundaries=``, each with the fields that it makes.
+
+    Fields of one function share their value: a batch computes it once.
+    """
+    makers: dict[Maker, list[str]] = {}
+    for name, field in FIELDS.items():
+        if field.make is not None and not set(field.boundaries).isdisjoint(boundaries):
+            makers.setdefault(field.make, []).append(name)
+    return makers
 
 
 def field_of(name: str) -> Field:

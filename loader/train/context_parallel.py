@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from loader.batch.boundaries import HostNumber, document_numbers
-from loader.batch.fields import field_of, moves_by_token
+from loader.batch.boundaries import document_numbers
+from loader.batch.fields import HostNumber, field_of, moves_by_token
 from loader.order.hashes import Int64s
 from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError

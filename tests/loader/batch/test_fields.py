@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from loader import split_for_context_parallel
-from loader.batch.fields import FIELDS, Field, inputs_of, pop_records
+from loader.batch.fields import FIELDS, BatchEdges, Boundary, Field, inputs_of, known_boundaries, pop_records
 from tests.world import open_loader
 
 BOUNDARIES = ["segment_ids", "position_ids", "cu_seqlens", "transformers"]
@@ -39,18 +41,28 @@ def test_records_are_for_the_loop_and_labels_no_input() -> None:
     assert [*batch] == ["input_ids", "labels", "of_the_user"]
 
 
-def test_a_new_field_is_a_line_of_the_table() -> None:
-    """It then moves with the places of its row, and has its own value in padding."""
-    ids = torch.tensor([[5, 6, 7, 8, 9, 9]])
-    batch = {
-        "input_ids": ids,
-        "segment_ids": torch.tensor([[1, 1, 1, 2, 2, 0]]),
-        "quality": 10 * ids,
-    }
-    with mock.patch.dict(FIELDS, {"quality": Field("int64[batch, seq]", padding=-7)}):
+def tokens_left(at: BatchEdges) -> torch.Tensor:
+    """Count down to the last token of each document, as the field of the recipe."""
+    ends = np.repeat(at.begins + at.sizes, at.sizes)
+    return torch.from_numpy((ends - np.arange(len(ends)) - 1).reshape(at.shape))
+
+
+def test_the_recipe_adds_a_field_by_a_line_and_a_function(rows: Path) -> None:
+    """Batches have it, and it moves with the places of its row, without a change in any other module."""
+    line = Field("int64[batch, seq]", ("left",), tokens_left, padding=-7)
+    names = ("left", "segment_ids")
+    with mock.patch.dict(FIELDS, {"tokens_left": line}):
+        with open_loader(rows, batch_size=2, boundaries=names, targets="shifted") as loader:
+            batch = loader.peek()
         parts = [split_for_context_parallel(batch, rank, 2, by="document") for rank in range(2)]
+    is_last = batch["tokens_left"][:, :-1] == 0
+    assert is_last.any()
+    assert is_last.equal(batch["segment_ids"].diff() != 0)
     for part in parts:
-        is_padding = part["place_ids"] < 0
-        assert (part["quality"][0][is_padding] == -7).all()
-        assert (part["quality"][0] == 10 * part["input_ids"][0])[~is_padding].all()
-    assert any((part["place_ids"] < 0).any() for part in parts)
+        places = part["place_ids"]
+        expected = batch["tokens_left"].flatten()[places].where(places >= 0, -7)
+        assert part["tokens_left"][0].equal(expected)
+
+
+def test_the_type_of_the_argument_names_the_values_of_the_table() -> None:
+    assert known_boundaries() == [*get_args(Boundary)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from lustre import released_lines
 from preprocess.make import resources
@@ -15,7 +17,7 @@ from preprocess.make.log_lines import amounts_line
 from preprocess.make.many import run_shards
 from preprocess.make.parts import Part, PartQueue, ShardQueue, find_part, time_of_file_system
 from preprocess.make.resources import WorkerSettings
-from shardprep.console import Progress, counted, say, shards_text
+from shardprep.console import Progress, counted, print_lines, say, shards_text
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.format import commands
 from shardprep.format.attempts import RECORD_VARIABLE, Failure, RunRecord, append_shards
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if num_missing < len(wanted) and speaks:
         say(f"{len(wanted) - num_missing} of {len(wanted)} shards are done already")
     if not num_missing:
+        if args.json:
+            print_lines(json.dumps(_facts(folder, plan, len(wanted), [], [], 0.0)))
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
         found = "a folder that you cannot write to"
@@ -91,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
         record.exit_code = failures[0].exit_code if failures else 0
     amount = f"{len(made)} of {counted(len(own), 'shard')}" if part.is_alone else counted(len(made), "shard")
     say(f"{name}{amount} made by {counted(num_proc, 'process')}: {_total(made, progress.elapsed_s)}")
+    if args.json:
+        num_done = len(wanted) - num_missing
+        print_lines(json.dumps(_facts(folder, plan, num_done, made, failures, progress.elapsed_s)))
     if failures:
         ids = id_ranges(_ids(failures))
         say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
@@ -137,6 +144,38 @@ def _total(made: list[Manifest], elapsed_s: float) -> str:
         sum(each.num_tokens for each in counts),
         elapsed_s,
     )
+
+
+def _facts(
+    folder: DataFolder,
+    plan: Plan,
+    num_done_before: int,
+    made: list[Manifest],
+    failures: list[Failure],
+    wall_s: float,
+) -> dict[str, Any]:
+    """Return what ``--json`` prints: the sums are of the shards that this process made."""
+    counts = [manifest.counts for manifest in made]
+    facts: dict[str, Any] = {
+        "output_dir": str(folder),
+        "plan_id": plan.plan_id,
+        "num_shards": plan.num_shards,
+        "num_done_before": num_done_before,
+        "num_made": len(made),
+        "num_failed": len(failures),
+        "made": id_ranges(manifest.shard_id for manifest in made),
+        "num_documents": sum(each.num_documents for each in counts),
+        "num_left_out": sum(sum(each.quarantined.values()) for each in counts),
+        "num_tokens": sum(each.num_tokens for each in counts),
+        "input_bytes": sum(each.input_bytes for each in counts),
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(sum(manifest.run.cpu_s for manifest in made), 1),
+        "problems": {},
+    }
+    for failure in sorted(failures, key=lambda each: each.shard_id):
+        of_shard = {"exit_code": failure.exit_code, "message": failure.reason}
+        facts["problems"][str(failure.shard_id)] = of_shard
+    return facts
 
 
 def _ids(failures: list[Failure]) -> set[int]:

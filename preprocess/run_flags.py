@@ -21,6 +21,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     add("--part", metavar="I/N", help=text)
     text = "share the shards with the other tasks of this Slurm job array, too"
     add("--array", action="store_true", help=text)
+    add("--json", action="store_true", help="print one line of JSON on standard output")
     making_flags(parser)
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import random
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,13 +82,14 @@ def verify_shards(
     plan = need_plan(folder)
     check: Check = "fast" if is_fast else "full"
     makes_every = num_deep >= plan.num_shards
+    tell = say if is_json else print_lines
     standing = done.uncleared_findings(folder, plan.plan_id, "every" if makes_every else check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
     known = {} if num_deep else standing
     manifests, problems = _check_shards(folder, plan, is_fast=is_fast, standing=known)
     if num_deep and (makes_every or not problems):
-        again = _make_again(folder, plan, given, num_deep, again=standing, wrong=problems)
+        again = _make_again(folder, plan, given, num_deep, again=standing, wrong=problems, tell=tell)
         check = "every" if makes_every else "deep"
         problems = {**again, **problems}
     if problems:
@@ -121,7 +122,6 @@ def verify_shards(
         counts = {name: source.to_dict() for name, source in index.sources.items()}
         print_lines(*source_lines(counts, all_in=names.INDEX_NAME))
     if plan.options.excluded:
-        tell = say if is_json else print_lines
         for line in _exclude_lines(folder, plan, manifests):
             tell(line)
     with contextlib.suppress(OSError):
@@ -181,10 +181,12 @@ def _make_again(
     *,
     again: Iterable[int],
     wrong: Collection[int],
+    tell: Callable[[str], None],
 ) -> Problems:
     """Make some shards again, but none of the ``wrong`` ones. Return the problems of those that differ.
 
     ``num_deep`` shards with input are chosen, the same ones for a plan each time, in addition to ``again``.
+    ``tell`` gets a line if none differs.
     Raises the errors of loading a Worker.
     """
     from preprocess.make.worker import Worker
@@ -218,7 +220,7 @@ def _make_again(
             problems[shard_id] = error
     if not problems:
         shards = f"{counted(len(chosen), 'shard')} ({names.id_ranges(chosen)})"
-        print_lines(f"the reference engine makes the same bytes from the input of {shards}")
+        tell(f"the reference engine makes the same bytes from the input of {shards}")
     return problems
 
 

@@ -193,7 +193,8 @@ def test_run_makes_missing_shards_with_num_proc_processes(world: World, tmp_path
     assert made.stat().st_ino == before
     world.run()
     times = {path: path.stat().st_mtime_ns for path in world.data_dir.glob("shard-*")}
-    world.main("run", world.data_dir).ends(0)
+    told = json.loads(world.main("run", world.data_dir, "--json").ends(0).out)
+    assert (told["num_done_before"], told["num_made"], told["num_tokens"]) == (5, 0, 0)
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
@@ -202,7 +203,10 @@ def test_a_shard_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "good\n" * 50 for number in range(6)})
     world.raw({"1.txt": b"good\n" + b"\xff\n" * 20}).plan(num_shards=None)
     (world.raw_dir / "2.txt").unlink()
-    ended = world.main("run", world.data_dir, num_proc=2).ends(65)
+    ended = world.main("run", world.data_dir, num_proc=2, json=True).ends(65)
+    told = json.loads(ended.out)
+    assert (told["made"], told["num_failed"], told["num_documents"]) == ("0,3-5", 2, 200)
+    assert {name: each["exit_code"] for name, each in told["problems"].items()} == {"1": 65, "2": 66}
     assert (done(world), world.temporaries()) == ([0, 3, 4, 5], [])
     world.raw({"1.txt": b"good\n" + b"\xff\n" * 20, "2.txt": "good\n" * 50})
     run_again(ended, "--max_bad_fraction", "1").ends(0)

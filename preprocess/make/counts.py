@@ -68,6 +68,7 @@ class Counting:
         self._num_lines = self._num_used_lines = 0
         self.num_bytes = 0  # of the input
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
+        self.num_of_field: Counter[str] = Counter()  # documents by the field of their text, if several may be
         self.bad: list[BadDocument] = []
 
     @property
@@ -94,6 +95,7 @@ class Counting:
             self._sources[file_source].add(documents.texts, num_tokens, documents.num_bytes)
             if num_learnt is not None:
                 self._sources[file_source].add_learnt(int(num_learnt.sum()))
+        self.num_of_field.update(documents.columns.get("field", ()))
         numbers_of = defaultdict[str, list[int]](list)  # documents of each source that records name
         for number, name in enumerate(documents.columns.get("source", ())):
             numbers_of[name or file_source].append(number)
@@ -115,6 +117,7 @@ class Counting:
         self.num_bytes += other.num_bytes
         for name, source in other._sources.items():
             self._source(name).merge(source)
+        self.num_of_field.update(other.num_of_field)
         self.bad += other.bad
 
     def _source(self, name: str) -> _Source:
@@ -163,5 +166,6 @@ class Counting:
             length_histogram=histogram,
             sources=sources,
             validation=validation,
+            num_of_field=dict(sorted(self.num_of_field.items())),
         )
         return counts, texts

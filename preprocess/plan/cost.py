@@ -125,6 +125,9 @@ def measure(
             f"rendering conversations takes {share:.0%} of the CPU time, in a process of its own: "
             f"about {rate:,.0f} documents per second"
         )
+    if counting.num_of_field:
+        shown = ", ".join(f"{printable(name)} {number:,}" for name, number in counting.num_of_field.items())
+        notes.append(f"documents of a sample by the field of their text: {shown}")
     if lookup is not None:
         has_all = num_bytes >= sum(sizes) and not plan.options.limit
         notes.append(lookup.line(has_all=has_all, id_field=plan.options.id_field))

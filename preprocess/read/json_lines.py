@@ -55,7 +55,7 @@ class JsonLines(LineFormat):
             if not (single.is_later and _may_name(lines, fields, single)):
                 scanned = _scanned_texts(lines, starts, single)
                 if scanned is not None:
-                    return scanned, {}
+                    return scanned, fields.columns_of_single(single, len(starts))
         each = lines.split(b"\n")[: len(starts)]
         if not any(map(is_too_deep, each)) and _names_each_once(lines, len(each), fields, b"\\u" in lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -212,8 +212,8 @@ def _places_of_large_numbers(octets: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _side_values(records: list[JsonValue], fields: TextFields) -> dict[FieldPath, list[JsonValue]]:
-    """Return the values of the fields beside the text, for each path one per record."""
-    paths = fields.named.values()
+    """Return the values that the columns beside the text need, for each path one per record."""
+    paths = fields.paths_of_columns
     return {path: [text_fields.value_at(record, path) for record in records] for path in paths}
 
 

@@ -65,6 +65,9 @@ class TextFields:
             self.text_paths = [_path(name, "--text_field") for name in names]
         # Whether the text is the value of the first of these fields that a record has.
         self.is_first_of = not self._literals and len(self.text_paths) > 1
+        # Whether the field of each text is told, as several may have it.
+        is_several = "," in options.text_field or ":" in options.text_field
+        self.tells_field = is_several and not (self._literals or self.is_chat)
         # Name of the text's field if it is a single one at the top level, else None.
         is_plain = not (self._literals or self.is_first_of) and len(self.text_paths[0]) == 1
         self.plain_name = self.text_paths[0][0] if is_plain else None
@@ -129,18 +132,32 @@ class TextFields:
         """Return all fields that have to be read, each once."""
         return list(dict.fromkeys((*self.text_paths, *self.named.values())))
 
+    @property
+    def paths_of_columns(self) -> list[FieldPath]:
+        """Return the fields whose values ``columns`` needs."""
+        return self.paths if self.tells_field else list(self.named.values())
+
     def columns(self, values: Mapping[FieldPath, Sequence[JsonValue]]) -> dict[str, list[str]]:
         """Return the columns beside the texts: "id" and "source", each if the options name its field.
 
-        ``values``: of the fields in ``named``, by path.
+        If --text_field names several fields, "field" is the one that has the text. ``values``: of the
+        fields in ``paths_of_columns``, by path.
         """
-        return {each: list(map(name_of, values[path])) for each, path in self.named.items()}
+        columns = {each: list(map(name_of, values[path])) for each, path in self.named.items()}
+        if self.tells_field:
+            of_records = zip(*(values[path] for path in self.text_paths), strict=True)
+            columns["field"] = [".".join(self.chosen_value(each)[0]) for each in of_records]
+        return columns
+
+    def columns_of_single(self, single: TextFields, num_records: int) -> dict[str, list[str]]:
+        """Return the columns if ``single`` has the text of all records, and no others are asked for."""
+        return {"field": [".".join(single.text_paths[0])] * num_records} if self.tells_field else {}
 
     def of_records(self, records: Sequence[JsonValue]) -> tuple[list[str | UnusableText], Columns]:
         """Return the text of each record, and the columns beside the texts."""
         texts = [each if isinstance(each, UnusableText) else self.text(each) for each in records]
-        named = {path: [value_at(each, path) for each in records] for path in self.named.values()}
-        return texts, dict(self.columns(named))
+        values = {path: [value_at(each, path) for each in records] for path in self.paths_of_columns}
+        return texts, dict(self.columns(values))
 
     def text(self, record: JsonValue) -> str | UnusableText:
         if not isinstance(record, dict):
@@ -196,6 +213,7 @@ class RecordFields(TextFields):
         self.text_paths = [(name,) for name in columns_of_table]
         self.plain_name = None
         self.is_first_of = False
+        self.tells_field = False
         self._in_turn = []
 
     def of_file(self, path: str) -> TextFields:  # noqa: ARG002

@@ -97,6 +97,8 @@ class ShardCounts:
     length_histogram: Annotated[list[Count], Meta(max_length=64)]
     sources: dict[str, SourceCounts]  # sorted by name
     validation: ValidationCounts | None = None  # part of the counts above; None without --validation_fraction
+    # Documents by the field of their text; empty if --text_field names one field.
+    num_of_field: dict[str, Count] = field(default_factory=dict)
 
     @property
     def held_out(self) -> ValidationCounts:
@@ -153,6 +155,8 @@ class Manifest:
         content = asdict(self)
         sources = {name: counts.to_dict() for name, counts in self.counts.sources.items()}
         content["counts"]["sources"] = sources
+        if not self.counts.num_of_field:
+            del content["counts"]["num_of_field"]
         if self.unblanked_sha256 is None:
             del content["unblanked_sha256"]
         if not self.run.libraries:

@@ -132,8 +132,12 @@ def test_the_first_of_several_fields_that_a_record_has_is_its_text(tmp_path: Pat
         "p.jsonl": [{"text": "no", "plain_text": "n"}],
     })  # fmt: skip
     fields = "text,TEXT,content,p.jsonl:plain_text"
-    world.plan(num_shards=1, text_field=fields, max_bad_fraction=0.5).run()
+    told = world.try_plan(num_shards=1, text_field=fields, max_bad_fraction=0.5, json=True).ends(0)
+    assert any("TEXT 11" in note for note in json.loads(told.out)["notes"])
+    world.run(0)
     assert world.texts() == ["a", "b", "c", "e", *(f"k{n}" for n in range(9)), "i", "h", "m", "n"]
+    counts = json.loads((world.data_dir / "shard-00000.json").read_bytes())["counts"]
+    assert counts["num_of_field"] == {"TEXT": 11, "content": 2, "plain_text": 1, "text": 3}
     (left_out,) = world.lines("quarantine")
     assert (left_out["line"], left_out["reason"]) == (4, "no_field")
 

@@ -27,6 +27,7 @@ def test_a_task_of_a_job_array_knows_its_place(index: int, number: int) -> None:
     assert find_array_place({}) == ArrayPlace()
 
 
+@pytest.mark.processes
 def test_an_array_is_shared_only_if_asked_for_and_not_with_a_part(tmp_path: Path) -> None:
     """Other arrays have a data set a task."""
     world = World(tmp_path).raw({"a.txt": "a line\n" * 4}).plan(num_shards=2)

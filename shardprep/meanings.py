@@ -393,14 +393,19 @@ FLAGS = (
     ),
     _Meaning(
         typed=(
-            "--qos --constraint --exclude --nodelist --nodes --gres --gpus --nice --comment --reservation "
+            "--qos --constraint --exclude --nodelist --gres --gpus --nice --comment --reservation "
             "--licenses --exclusive --mail_type --mail_user --job_name --dependency --hold --begin --tmp "
-            "--cluster -C -N -J -x"
+            "--cluster -C -J -x"
         ),
         otherwise="submit --sbatch_args '...' passes options to sbatch",
         of={
             "submit retry": "an option of sbatch: pass --sbatch_args '{flag}=...', quoted as one word",
         },
+    ),
+    _Meaning(
+        typed="--num_nodes --nnodes --n_nodes -N",
+        ours="--nodes",
+        otherwise="submit --nodes N takes whole nodes; run: srun --nodes=N shardprep run DATA",
     ),
     _Meaning(
         typed="--ntasks --tasks --concurrency --max_jobs --max_tasks --array_parallelism --slots --throttle",

@@ -1,4 +1,4 @@
-"""What is checked before anything is sent: the folder, the queue, and whole nodes."""
+"""What is checked before anything is sent: the folder and the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shardprep.format.names import id_ranges
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.planned_tokenizer import check_tokenizer_files
 from slurm.commands import SlurmRefused
-from slurm.fit import Site
 from slurm.own import own_records
 from slurm.request import JobRequest
 from slurm.state import DatasetState
@@ -59,13 +58,3 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
         todo = "Has the input moved? --worker_args '--input_dir NEW'"
         say(f"warning: no {plan.input_dir} on this host; tasks on nodes without it exit with 66. {todo}")
     return plan
-
-
-def warn_of_whole_nodes(request: JobRequest, site: Site) -> None:
-    """Say that a task of few CPUs takes a whole node, in a partition that gives whole nodes only."""
-    limits = site.limits(request)
-    if limits.is_exclusive and request.num_cpus and request.num_cpus < (limits.max_cpus or 1):
-        say(
-            f"warning: the partition gives whole nodes only, so each task uses {request.num_cpus} of "
-            f"{limits.max_cpus} CPUs, and all are charged; to use a node's CPUs: --cpus_per_task node"
-        )

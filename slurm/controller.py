@@ -21,7 +21,14 @@ from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.processes import run_shardprep, shardprep_command
 from slurm.causes import remedy_of
 from slurm.commands import SlurmFull, ask_patiently
-from slurm.fit import CONTROLLER_JOB, Site, Tester, controller_request, options_of
+from slurm.fit import (
+    CONTROLLER_JOB,
+    Site,
+    Tester,
+    controller_request,
+    options_of,
+    request_of_small_jobs,
+)
 from slurm.limits import Limits
 from slurm.own import own_records, why_not_retried
 from slurm.queue import CONTROL, job_name_prefix
@@ -36,7 +43,7 @@ CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--u
 def controller_job(
     options: SendOptions, state: DatasetState, request: JobRequest, limits: Limits
 ) -> tuple[JobRequest, str]:
-    """Return the request and the script of the controller behind tasks with a request.
+    """Return the request and the script of the controller behind tasks with a request. ``limits``: its own.
 
     It runs outside of any container, because it needs Slurm's commands.
     """
@@ -46,7 +53,9 @@ def controller_job(
     if options.shards_per_task is not None:
         flags += ["--shards_per_task", options.shards_per_task]
     words = shlex.join(shardprep_command("retry", state.folder, "--until_done", *flags))
-    small = controller_request(request, limits, sum(state.plan.shard_bytes()))  # it may verify, too
+    small = controller_request(
+        request_of_small_jobs(request), limits, sum(state.plan.shard_bytes())
+    )  # it may verify, too
     name = f"{job_name_prefix(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
     lines = script_head(state.folder, name, "control-%j", options_of(CONTROLLER_JOB, small))
     if request.setup:
@@ -63,7 +72,7 @@ def submit_controller(options: SendOptions, state: DatasetState, request: JobReq
     controllers = own_records(state).controllers
     job_ids = [each for each in state.jobs_to_wait_for() if each not in controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    limits = Site(state.queue.config, is_needed=True).limits(request)
+    limits = Site(state.queue.config, is_needed=True).limits(request_of_small_jobs(request))
     small, script = controller_job(options, state, request, limits)
 
     def submit_it() -> str:

@@ -47,6 +47,25 @@ def check_request(request: JobRequest, limits: Limits, what: str) -> None:
         least = limits.min_cpus
         found = f"--cpus_per_task {num_cpus} of {what}, below {least.of}: such jobs would never start"
         raise SlurmRefused(found=found, expected=f"--cpus_per_task {least.number} or more, or another QOS")
+    check_nodes(request, limits, what)
+
+
+def check_nodes(request: JobRequest, limits: Limits, what: str) -> None:
+    """Refuse a number of nodes that the partition does not give. Raises SlurmRefused."""
+    num_nodes = request.nodes or 1
+    least = limits.min_nodes
+    most = limits.max_nodes
+    found = f"{counted(num_nodes, 'node')} for {what}"
+    if least and num_nodes < least.number:
+        expected = f"--nodes {least.number} or more, or another partition"
+        if what in (VERIFY_JOB, CONTROLLER_JOB):
+            expected = "--small_partition with a partition of single nodes"
+        raise SlurmRefused(
+            found=f"{found}, below {least.of}: such a job would never start", expected=expected
+        )
+    if most and num_nodes > most.number:
+        expected = f"at most --nodes {most.number}, or another partition"
+        raise SlurmRefused(found=f"{found}, above {most.of}: such a job would never start", expected=expected)
 
 
 def _short(number: float) -> str:
@@ -56,6 +75,13 @@ def _short(number: float) -> str:
 def memory_mb(request: JobRequest) -> float:
     """Return the memory that a request names for a task, or 0."""
     return 1024 * (request.mem_gb or (request.mem_per_cpu_gb or 0) * (request.num_cpus or 1))
+
+
+def request_of_small_jobs(request: JobRequest) -> JobRequest:
+    """Return the request behind those of verify and controller: in the partition for small jobs."""
+    if request.small_partition is None:
+        return request
+    return request.changed(partition=request.small_partition)
 
 
 def verify_request(request: JobRequest, limits: Limits, input_bytes: int) -> JobRequest:

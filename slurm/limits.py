@@ -39,6 +39,8 @@ class Limits:
     mem_mb: Limit | None = None
     num_cpus: Limit | None = None
     min_cpus: Limit | None = None
+    min_nodes: Limit | None = None
+    max_nodes: Limit | None = None
     default_mem_mb: int | None = None  # of a task with one CPU
 
     @property
@@ -48,6 +50,11 @@ class Limits:
         known = [max(sizes)] if sizes else []
         known += [self.mem_mb.number] if self.mem_mb else []
         return min(known, default=None)
+
+    @property
+    def min_cpus_of_nodes(self) -> int | None:
+        """Return the CPUs of the smallest node."""
+        return min((num_cpus for _, _, num_cpus in self.nodes), default=None)
 
     @property
     def max_cpus(self) -> int | None:
@@ -92,6 +99,8 @@ def find_limits(request: JobRequest, config: Mapping[str, str]) -> Limits:
         mem_mb=_least(limits["mem_mb"]),
         num_cpus=_least(limits["num_cpus"]),
         min_cpus=max(limits["min_cpus"], key=lambda each: each.number, default=None),
+        min_nodes=_nodes_limit(partition, "MinNodes"),
+        max_nodes=_nodes_limit(partition, "MaxNodes"),
         default_mem_mb=round(default_mb) if default_mb else None,
     )
 
@@ -139,6 +148,14 @@ def _read_nodes(partition: str | None) -> _Nodes:
         return found
 
     return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l|%h")
+
+
+def _nodes_limit(partition: Mapping[str, str], name: str) -> Limit | None:
+    """Return a partition's MinNodes or MaxNodes, or None without one."""
+    number = partition.get(name, "")
+    if not number.isdecimal() or int(number) == 0:
+        return None
+    return Limit(number=int(number), of=f"{name} of partition {partition.get('PartitionName')}")
 
 
 def _least(limits: list[Limit]) -> Limit | None:

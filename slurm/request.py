@@ -18,7 +18,9 @@ from shardprep.format.jobs import JobArray
 from shardprep.option import option
 from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
 
-MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # mutually exclusive
+# Fields that exclude each other.
+MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")
+SIZE_FIELDS = ("cpus_per_task", "nodes")
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
 _node_flag = functools.partial(option, group="partition, account and nodes")
@@ -33,13 +35,21 @@ class JobRequest:
     partition: str | None = _node_flag(None, "partition (default: the site's)")
     cpus_per_task: int | str = _task_flag(
         1,
-        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: a whole node, without "
+        "CPUs of a task (default: 1, or the node where nodes are not shared); node: a whole node, without "
         "other jobs",
+    )
+    nodes: int | None = _task_flag(
+        None,
+        "whole nodes: one job of this many nodes makes all shards, in place of an array; with "
+        "--shards_per_task several such jobs",
     )
     mem_gb: float | None = _task_flag(None, "memory of a task (default: the site's)")
     mem_per_cpu_gb: float | None = _task_flag(None, "memory per CPU of a task, for sites that require it")
     time_min: int | None = _task_flag(None, "time limit of a task (default: the partition's)")
     max_parallel: int = _task_flag(50, "tasks that run at once (default: 50)")
+    small_partition: str | None = _node_flag(
+        None, "partition of the verify job and the controller (default: --partition)"
+    )
     account: str | None = _node_flag(None, "account to charge (default: the site's)")
     qos: str | None = option(None)  # set by SBATCH_QOS; the next two likewise
     constraint: str | None = option(None)
@@ -68,8 +78,12 @@ class JobRequest:
             if found:
                 expected = f"a value without {found[0]!r}, which a job script cannot contain"
                 raise UsageError.of_value(f"--{name}", value[:200], expected)
-        if self.num_cpus is None and self.cpus_per_task != "node":
+        if isinstance(self.cpus_per_task, str) and self.cpus_per_task != "node":
             raise UsageError.of_value("--cpus_per_task", self.cpus_per_task, "a number, or: node")
+        if self.nodes is not None and self.cpus_per_task not in (1, "node"):
+            raise UsageError(
+                found=f"--nodes and --cpus_per_task {self.cpus_per_task}", expected="one of them"
+            )
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "controller_args", "worker_args"):
@@ -84,7 +98,11 @@ class JobRequest:
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
-        options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
+        options = shlex.split(self.sbatch_args)
+        if self.nodes is None:
+            options += ["--nodes=1", "--ntasks=1"]
+        else:  # if a node dies, the others go on
+            options += [f"--nodes={self.nodes}", "--ntasks-per-node=1", "--no-kill"]
         options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
         if self.mem_gb is not None:
             options.append(f"--mem={round(self.mem_gb * 1024)}M")
@@ -99,11 +117,13 @@ class JobRequest:
 
     @property
     def num_cpus(self) -> int | None:
-        """Return the CPUs of a task, or None for all CPUs of a node."""
-        return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
+        """Return the CPUs of a task, or None for all CPUs of its nodes."""
+        if self.nodes is not None or isinstance(self.cpus_per_task, str):
+            return None
+        return self.cpus_per_task
 
     def changed(self, **changes: Any) -> JobRequest:
-        """Return a copy with changes. Memory of one kind replaces memory of the other kind."""
+        """Return a copy with changes. Memory of one kind replaces the other kind, CPUs replace nodes."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
 
 
@@ -118,7 +138,10 @@ def _check_sbatch_word(given: str, word: str) -> None:
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of a request with changes, see ``JobRequest.changed``."""
-    replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
+    replaced: set[str] = set()
+    for fields in (MEMORY_FIELDS, SIZE_FIELDS):
+        if any(changes.get(name) is not None for name in fields):
+            replaced.update(fields)
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
 
 

@@ -36,7 +36,9 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     array = f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}"
     place = shlex.quote(str(folder))
     flags = shlex.join(shlex.split(request.worker_args))
-    several = "*" if re.search(NUM_PROC, request.worker_args) else "*[-,]*"  # only `run` has this flag
+    several = "*[-,]*"
+    if request.nodes or re.search(NUM_PROC, request.worker_args):  # only `run` has this flag
+        several = "*"
     lines = [
         f"shardprep_folder={place}",
         f"shardprep_identity={attempts.folder_identity(DataFolder(folder))}",  # as this host sees the folder
@@ -51,7 +53,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
         "# Array indices are not shard numbers, so the worker must not compare them.",
         "unset SLURM_ARRAY_TASK_COUNT",
     ]
-    if request.num_cpus is None:
+    if request.num_cpus is None and request.nodes is None:
         lines.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
     return _script(script_head(folder, name, "%A_%a", [array, *options_of(TASKS, request)]), request, lines)
 

@@ -26,8 +26,7 @@ from shardprep.format import attempts, commands
 from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import JobArray, SentJob, Submission
-from shardprep.format.names import id_ranges
-from slurm.checks import warn_of_whole_nodes
+from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, run_slurm
 from slurm.controller import CONTROLLER_TEXT, controller_job, other_controllers, record_controller
 from slurm.fit import (
@@ -36,12 +35,15 @@ from slurm.fit import (
     VERIFY_JOB,
     Site,
     Tester,
+    check_nodes,
     check_request,
+    request_of_small_jobs,
     verify_request,
 )
 from slurm.limits import Limits
+from slurm.nodes import node_hours, nodes_note, on_whole_nodes
 from slurm.queue import VERIFY, job_name_prefix
-from slurm.request import JobRequest, SendOptions
+from slurm.request import JobRequest, SendOptions, request_of
 from slurm.sbatch import SubmittedJob, show_job, submit_script
 from slurm.scripts import array_script, tasks_of_shards, verify_script
 from slurm.state import DatasetState
@@ -114,12 +116,14 @@ def _render(
     if not arrays:
         raise refusals[0]
 
-    request = arrays[0].request
+    request = request_of_small_jobs(arrays[0].request)
     limits = site.limits(request)
     # The controller notifies at the very end, so the verify job does not.
     quiet = request.changed(notify=None) if options.until_done else request
     verify = verify_request(quiet, limits, sum(state.plan.shard_bytes()))
     script = verify_script(state.folder, name + VERIFY, state.plan.num_shards, verify)
+    if not request.controller_args:  # which may name another partition
+        check_nodes(verify, limits, VERIFY_JOB)
     if limits.cluster:
         tester.check(VERIFY_JOB, verify, script, limits)
     last = None
@@ -137,6 +141,8 @@ def _render_array(
     per_task = options.shards_per_task
     if per_task is None and group.request.num_cpus is None:
         per_task = limits.max_cpus  # a process on each of the node's CPUs
+        if group.request.nodes is not None:
+            per_task = len(group.shard_ids)
     tasks = tasks_of_shards(group.shard_ids, num_allowed, per_task)
     script = array_script(state.folder, name, tasks, group.request)
     return _Array(request=group.request, tasks=tasks, script=script)
@@ -215,13 +221,16 @@ def _summary_lines(jobs: _Jobs) -> list[str]:
         unit = "CPU"
         if request.num_cpus is None:
             unit = "node"
-            words.append("a whole node each")
+            nodes = "a whole node"
+            if request.nodes is not None:
+                nodes = counted(request.nodes, "whole node")
+            words.append(f"{nodes} each")
         else:
             words.append(f"{counted(request.num_cpus, 'CPU')} each")
         if request.time_min is None:
             words.append("no time limit named")
         else:
-            unit_hours = num_tasks * request.time_min * (request.num_cpus or 1) / 60
+            unit_hours = node_hours(request, num_tasks, request.time_min) * (request.num_cpus or 1)
             hours = math.ceil(num_tasks / at_once) * request.time_min / 60
             words.append(f"at most {request.time_min} min each")
             words.append(f"at most {unit_hours:,.1f} {unit}-hours and {hours:,.1f} hours in all")
@@ -240,7 +249,14 @@ def send_groups(
 ) -> int:
     """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
     site = site or Site(state.queue.config, is_needed=not options.dry_run)
-    warn_of_whole_nodes(groups[0].request, site)
+    made = list(state.made.done.values())
+    sizes = state.plan.shard_bytes()
+    fitted = []
+    for group in groups:
+        limits = site.limits(group.request)
+        request = on_whole_nodes(group.request, limits, sizes, group.shard_ids, made)
+        fitted.append(Group(request=request, shard_ids=group.shard_ids))
+    groups = fitted
     send = partial(_send_or_show, options, state, groups, site)
     # With --until_done no person is there to submit again.
     sent = ask_patiently(send, only=SlurmFull) if options.until_done else send()
@@ -259,10 +275,12 @@ def _send_or_show(
 
     Returns the record and the controller's job id. --dry_run prints the scripts and returns None.
     """
-    max_tasks = max(len(group.shard_ids) for group in groups)
+    most_tasks = max(len(group.shard_ids) for group in groups)
+    max_tasks = most_tasks
     while True:
         try:
             jobs = _render(options, state, groups, max_tasks, site)
+            _say_what_nodes_save(state, jobs, site, is_cut=max_tasks < most_tasks)
             if options.dry_run:
                 print_lines(*_summary_lines(jobs), *"\n".join(jobs.scripts()).split("\n"))
                 return None
@@ -271,6 +289,16 @@ def _send_or_show(
             if max_tasks == 1 or not _is_too_many(error):
                 raise
             max_tasks //= 2
+
+
+def _say_what_nodes_save(state: DatasetState, jobs: _Jobs, site: Site, *, is_cut: bool) -> None:
+    sizes = state.plan.shard_bytes()
+    for array in jobs.arrays:
+        tasks = [ids_of_ranges(task) for task in array.tasks]
+        limits = site.limits(array.request)
+        note = nodes_note(array.request, limits, sizes, tasks, state.made.done.values(), is_cut=is_cut)
+        if note:
+            say(note)
 
 
 def _release(state: DatasetState, submission: Submission) -> None:
@@ -286,6 +314,15 @@ def _release(state: DatasetState, submission: Submission) -> None:
             advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = commands.on("status", state.folder)
         raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
+
+
+def _node_hours_text(array: JobArray) -> str:
+    """Return what tasks on whole nodes are billed at most, with a comma before it, or ""."""
+    request = request_of(array)
+    if request.num_cpus is not None or array.time_min is None:
+        return ""
+    hours = node_hours(request, len(array.tasks), array.time_min)
+    return f", at most {hours:,.1f} node-hours"
 
 
 def _announce(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
@@ -310,6 +347,7 @@ def _announce(options: SendOptions, state: DatasetState, submission: Submission,
         tasks = counted(len(array.tasks), "task")
         if len(ids) > len(array.tasks):
             tasks += f" of up to {math.ceil(len(ids) / len(array.tasks))} shards"
+        limit += _node_hours_text(array)
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:

@@ -86,6 +86,7 @@ class AttemptRecord(Struct, kw_only=True):
     index: _Number = field(name="SLURM_ARRAY_TASK_ID", default=0)
     num_restarts: _Number = field(name="SLURM_RESTART_COUNT", default=0)
     num_cpus: _Number = field(name="SLURM_CPUS_PER_TASK", default=0)
+    num_nodes: _Number = field(name="SLURM_JOB_NUM_NODES", default=0)
     mem_per_node_mb: _Number = field(name="SLURM_MEM_PER_NODE", default=0)
     mem_per_cpu_mb: _Number = field(name="SLURM_MEM_PER_CPU", default=0)
     end_time: _Number = field(name="SLURM_JOB_END_TIME", default=0)  # set from Slurm 24.11 on

@@ -94,7 +94,19 @@ def test_reading_a_plan_loads_no_command_line() -> None:
 
 # The rooms of slurm/. Each imports only those before it.
 SLURM = (
-    *("commands", "request", "limits", "reasons", "queue", "causes", "attempts", "state", "own", "fit"),
+    *(
+        "commands",
+        "request",
+        "limits",
+        "reasons",
+        "queue",
+        "causes",
+        "attempts",
+        "state",
+        "own",
+        "fit",
+        "nodes",
+    ),
     *("scripts", "sbatch", "checks", "status_data", "status_text", "status", "report", "logs"),
     *("controller", "send", "submit", "submitit", "retry", "cancel"),
 )

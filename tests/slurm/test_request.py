@@ -193,10 +193,57 @@ def test_limits_of_accounts_are_asked_for_only_where_slurm_enforces_them(desk: D
     assert len(tests) == 1, "verify asks for the same"
 
 
-def test_a_partition_of_whole_nodes_gets_a_warning_that_names_the_flag(desk: Desk) -> None:
-    desk.answers("sinfo", "whole*|idle|4000|8|infinite|EXCLUSIVE\n")
-    assert "--cpus_per_task node" in desk.slurm("submit", "--dry_run")
-    assert "warning" not in desk.slurm("submit", "--cpus_per_task", "node", "--dry_run")
+WHOLE = "whole*|idle|4000|{cpus}|infinite|EXCLUSIVE\nsmall|idle|4000|8|10:00|NO\n"
+
+
+def test_where_nodes_are_not_shared_tasks_fill_them(desk: Desk) -> None:
+    desk.answers("sinfo", WHOLE.format(cpus=3))
+    shown = desk.slurm("submit", "--mem_gb", 1, "--time_min", 30, "--dry_run")
+    assert options(shown, "exclusive")[0] == ""
+    assert "#SBATCH --exclusive\n#SBATCH --mem=0\n" in shown
+    assert "shards_of=(0-1 2-4)" in shown
+    assert "1.0 node-hours" in shown
+    assert "--nodes 1" in shown, "one job is less than two short ones"
+    assert "--nodes" not in desk.slurm("submit", "--shards_per_task", 5, "--dry_run").partition("#!/bin")[0]
+    shared = desk.slurm("submit", "--partition", "small", "--dry_run")
+    assert "--exclusive" not in shared
+
+
+def test_a_job_of_several_nodes_makes_all_shards(desk: Desk) -> None:
+    desk.answers("sinfo", WHOLE.format(cpus=4))
+    desk.slurm("submit", "--nodes", 2, "--until_done", "--small_partition", "small")
+    tasks, verify, controller = desk.sent()
+    for line in ("--array=0-0%1", "--nodes=2", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--time=11"):
+        assert f"#SBATCH {line}\n" in tasks, line
+    assert "shards_of=(0-4)" in tasks
+    for small in (verify, controller):
+        assert "#SBATCH --partition=small\n" in small
+        assert "#SBATCH --nodes=1\n" in small
+    assert "#SBATCH --time=10\n" in verify, "the limit of that partition"
+    desk.answers("squeue", "")
+    desk.record("1_0", ended(75, stopped_by="NODE_FAIL"), shards="0-4")
+    shown = desk.slurm("retry", "--dry_run", "--shards", "0-4")
+    assert options(shown, "nodes") == ["2", "1"]
+    desk.make_done(0, 1, 2, 3)
+    assert options(desk.slurm("retry", "--dry_run"), "nodes")[0] == "1", "more nodes than shards would wait"
+    on_cpus = desk.slurm("retry", "--cpus_per_task", 2, "--partition=small", "--time_min=9", "--dry_run")
+    assert options(on_cpus, "cpus-per-task")[0] == "2"
+
+
+def test_several_jobs_of_several_nodes_share_the_shards(desk: Desk) -> None:
+    desk.slurm("submit", "--nodes", 2, "--shards_per_task", 3)
+    assert desk.sent_shards() == ["0-1 2-4"]
+    assert "--nodes" in desk.slurm("submit", "--nodes", 2, "--cpus_per_task", 4, code=2)
+
+
+def test_a_number_of_nodes_that_the_partition_does_not_give_is_refused(desk: Desk) -> None:
+    site(desk)
+    facts = "PartitionName=cpu Default=YES QoS=N/A MinNodes=2 MaxNodes=3 MaxMemPerNode=UNLIMITED\n"
+    desk.answers("partition", facts)
+    assert "--nodes 2 or more" in desk.slurm("submit", code=2)
+    assert "at most --nodes 3" in desk.slurm("submit", "--nodes", 4, code=2)
+    assert "--small_partition" in desk.slurm("submit", "--nodes", 3, code=2), "verify needs one node"
+    desk.slurm("submit", "--nodes", 3, "--small_partition", "big")
 
 
 def test_slurms_own_forms_of_time_and_memory_are_taken_or_answered_with_ours(desk: Desk) -> None:

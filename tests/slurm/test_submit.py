@@ -212,7 +212,9 @@ FEW = ("0-1 2-4",)
 GRANTED = f"JobId=7 JobName=the sites name UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
 SITES = {
     "a limit met by a test": Site(OF_LIMIT.replace("WHEN", "--test-only"), sends=FEW),
-    "a limit met by a job": Site(OF_LIMIT.replace("WHEN", "--parsable"), sends=FEW),
+    "a limit met by a job": Site(
+        OF_LIMIT.replace("WHEN", "--parsable"), sends=FEW, says="--nodes 1",
+        answers={"sinfo": "cpu*|idle|4000|64|infinite\n"}),
     "a short array": Site(answers={"config": "ClusterName = test\nMaxArraySize = 2\n"}, sends=FEW),
     # For example an account without hours, if the site makes Slurm refuse its jobs.
     "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),

@@ -79,6 +79,8 @@ create_stop_file() {
 }
 clean_up
 ((run == 0)) || create_stop_file "$(stop_file $((run - 1)))" # stops such processes
+# Whoever may write to CHECKPOINTS may also put a stop file there. The rank's shell has the same test.
+has_own_stop_file() { [[ -f $SHARDPREP_STOP_FILE && ! -L $SHARDPREP_STOP_FILE && -O $SHARDPREP_STOP_FILE ]]; }
 num_signals=0
 # shellcheck disable=SC2317,SC2329  # a trap calls it
 ask_to_stop() {
@@ -86,6 +88,7 @@ ask_to_stop() {
   say "asked to stop; waiting for the program to save"
   create_stop_file "$SHARDPREP_STOP_FILE"
 }
+was_asked_to_stop() { ((num_signals > 0)) || has_own_stop_file; }
 trap ask_to_stop USR1 TERM
 trap clean_up EXIT
 if ((run > ${SHARDPREP_MAX_REQUEUES:-20})); then
@@ -117,7 +120,8 @@ new_checkpoint() { list_checkpoints | grep -vxFf <(printf '%s\n' "$before") | ta
 keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
   ((rc == 0)) || echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" |
     dd of="$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}" conv=excl status=none 2>/dev/null
-  [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -e $SHARDPREP_STOP_FILE ]] || rc=0
+  stop=$SHARDPREP_STOP_FILE
+  [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -f $stop || -L $stop || ! -O $stop ]] || rc=0
   exit "$rc"'
 common=(--export=ALL --kill-on-bad-exit=1)
 # srun does not inherit --cpus-per-task. Leave it unset if the job has none: --cpus-per-task=1 would take most CPUs of
@@ -160,7 +164,7 @@ first=$(dd if="$code_file" iflag=nofollow,nonblock bs=400 count=1 status=none 2>
 if [[ $first =~ ^([1-9][0-9]{0,2})\ ([0-9]{1,9})\ ([[:alnum:]._-]{0,255})$ ]]; then
   first_rc=${BASH_REMATCH[1]} first_rank=${BASH_REMATCH[2]} first_node=${BASH_REMATCH[3]}
   # With rc 0, torchrun started the ranks again and they succeeded, unless they stopped on request.
-  if ((first_rc < 256)) && { ((rc != 0)) || [[ $first_rc = 75 && -e $SHARDPREP_STOP_FILE ]]; }; then
+  if ((first_rc < 256)) && { ((rc != 0)) || { ((first_rc == 75)) && was_asked_to_stop; }; }; then
     rc=$first_rc
     ((rc < 128)) || say "rank $first_rank on $first_node was killed by signal $((rc - 128))"
     say "the first to fail was rank $first_rank on $first_node, with exit code $rc"
@@ -176,7 +180,9 @@ if [[ ${runs:-$run} != "$run" ]]; then
   say "Slurm has requeued the job and started another run: this one ends"
 elif [[ $state != RUNNING && $state != unknown ]]; then
   say "the job is $state: Slurm decides whether it starts again"
-elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75 && rc != 128 + 15)); then # a preemption may signal only the ranks
+elif ! was_asked_to_stop && [[ -e $SHARDPREP_STOP_FILE || -L $SHARDPREP_STOP_FILE ]]; then
+  say "ended with exit code $rc; $SHARDPREP_STOP_FILE is not a file of this user, and counts for nothing: not requeued"
+elif ! was_asked_to_stop && ((rc != 75 && rc != 128 + 15)); then # a preemption may signal only the ranks
   say "the program ended with exit code $rc without being asked to stop: not requeued"
 elif [[ -z $newer ]]; then
   say "stopped with exit code $rc, but no new checkpoint in $checkpoints: not requeued; if its name has no number, set" \

@@ -426,6 +426,18 @@ def test_training_opens_no_link_or_fifo_in_the_folder_of_checkpoints(tmp_path: P
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("plant", ["ln -s ../program.py", "mkfifo", "mkdir", "install -o nobody /dev/null"])
+@pytest.mark.parametrize("code", [3, 75])
+def test_a_stop_file_that_this_user_did_not_write_causes_no_requeue(
+    tmp_path: Path, plant: str, code: int
+) -> None:
+    if "nobody" in plant and os.geteuid():
+        pytest.skip("needs root")
+    log = train(tmp_path, f"{plant} .stop-7-0; touch step-1.pt; exit {code}", code=code)
+    assert not (tmp_path / "requeued").exists()
+    assert ".stop-7-0" in log
+
+
 @pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "SHARDPREP_MAX_REQUEUES", "SLURM_JOB_ID"])
 def test_training_evaluates_no_text_in_place_of_a_number(tmp_path: Path, name: str) -> None:
     for value in NOT_NUMBERS:

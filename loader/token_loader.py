@@ -254,11 +254,14 @@ class TokenLoader(DataLoader[Batch]):
             order += f", samples of similar length in groups of {run.order.group}"
         num_left_out = sum(source.order.num_left_out for source in run.sources)
         num_steps = run.steps_in(run.epoch_of(now.step))
+        left_out = "no samples left out"
+        if num_left_out:
+            left_out = f"{num_left_out:,} samples left out, different ones each epoch"
         lines = [
             f"{self!r}, at step {now.step}",
             f"sample: {sample}",
             f"order: {order}",
-            f"epoch: {num_steps:,} steps, {num_left_out:,} samples left out, different ones each epoch",
+            f"epoch: {num_steps:,} steps, {left_out}",
         ]
         for source in run.sources:
             name = source.name

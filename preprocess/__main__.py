@@ -137,8 +137,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON on standard output")
     add = parser.add_argument_group("Lustre layout of a new output folder").add_argument
     text = (
-        "auto: print it, change nothing. none: ignore it. N[,SIZE][,POOL]: one stripe for the first 64 MiB "
-        "of a file, then N, such as 8,4M. Or options of lfs setstripe, such as '-c 8' (default: auto)"
+        "auto: keep the folder's layout, and print it. none: the same, without calling lfs. N[,SIZE][,POOL]: "
+        "one stripe for the first 64 MiB of a file, then N, such as 8,4M. Or options of lfs setstripe, such "
+        "as '-c 8' (default: auto)"
     )
     add("--stripe", metavar="LAYOUT", default="auto", help=text)
     add_flags_of(parser, PrepConfig)

@@ -83,8 +83,8 @@ def peek_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = (
-        "only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
-        "(default: the first samples)"
+        "print only this sample: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or "
+        "id:ID (default: the first samples)"
     )
     add("addresses", nargs="*", metavar="ADDRESS", help=text)
     add("--grep", help="only samples whose decoded text this regular expression finds (default: all)")

@@ -169,7 +169,11 @@ class Program:
         for action in parser._actions:  # noqa: SLF001 - argparse has no other list
             value = str(action.metavar or action.dest.upper())
             if not action.option_strings:
-                words.append(value if action.nargs != "+" else f"{value} ...")
+                if action.nargs == "+":
+                    value = f"{value} ..."
+                elif action.nargs in ("*", "?"):
+                    value = f"[{value}]"
+                words.append(value)
                 continue
             if action.required:
                 words.append(f"{action.option_strings[0]} {value}")

@@ -198,7 +198,7 @@ def _next_line(status: Status) -> str:
         return f"next: {commands.submit(folder) if has_answer else commands.run(folder)}"
     if status.other_plan or not status.verified:
         return f"next: {commands.on('verify', folder)}"
-    return f"verified: {status.folder}/index.json exists"
+    return "verified"
 
 
 def _after_failures(status: Status, folder: Path, *, has_answer: bool) -> str:

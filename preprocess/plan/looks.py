@@ -114,7 +114,7 @@ def _look_at_json(
     if not reasons:
         return Look()
     if [*reasons] == ["undecodable"]:
-        return Look(problem=BadInput(path=path, found=_UNDECODABLE, expected=encodings.shown(codec)))
+        return Look(problem=_problem_of_codec(path, samples, codec))
     beginning = samples[0].data.removeprefix(encodings.MARK).lstrip()
     problem = None
     if "bad_json" in reasons and beginning[:1] in (b"[", b"{"):
@@ -237,7 +237,19 @@ def _problem_of_text(path: Path, samples: Sequence[Sample], codec: str) -> BadIn
         except UnicodeDecodeError:
             continue
         return None
-    return BadInput(path=path, found=_UNDECODABLE, expected=encodings.shown(codec)) if has_line else None
+    return _problem_of_codec(path, samples, codec) if has_line else None
+
+
+def _problem_of_codec(path: Path, samples: Sequence[Sample], codec: str) -> BadInput:
+    """Return the error of a file of which no line can be decoded with the encoding that was asked for."""
+    expected = encodings.shown(codec)
+    is_utf_8 = encodings.seen_encoding(samples) == encodings.UTF_8
+    if is_utf_8 and codec not in (encodings.UTF_8, encodings.UTF_8_WITH_MARK):
+        remedy = "--encoding utf-8"
+        advice = f"plan with {remedy}, or with --encoding auto if other files differ"
+        found = f"{_UNDECODABLE}: it is UTF-8"
+        return BadInput(path=path, found=found, expected=expected, advice=advice, remedy=remedy)
+    return BadInput(path=path, found=_UNDECODABLE, expected=expected)
 
 
 def _problem_of_encoding(path: Path, seen: str) -> BadInput:

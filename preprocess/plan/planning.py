@@ -69,8 +69,10 @@ def make_plan(
     input_dir = config.input_dir.resolve()
     is_same = output_dir == input_dir
     if is_same or (config.recursive and output_dir.is_relative_to(input_dir)):
-        found = "--input_dir" if is_same else f"it is inside --input_dir {input_dir}, where --recursive looks"
-        expected = "a folder outside of the raw text, because plan.json would be an input"
+        found = f"it is inside --input_dir {input_dir}, where --recursive looks"
+        if is_same:
+            found = "--output_dir is --input_dir"
+        expected = "a folder outside of it, because plan.json would be an input"
         raise errors.UsageError(path=config.output_dir, found=found, expected=expected)
     transform = None
     excluded = None

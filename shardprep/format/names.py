@@ -147,5 +147,5 @@ def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
     try:
         return set(ids_of_ranges(text, end=num_shards))
     except ValueError:
-        expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
+        expected = f"ids from 0 to {num_shards - 1}, separated by commas"
         raise UsageError.of_value("--shards", text[:60], expected) from None

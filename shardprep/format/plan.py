@@ -288,7 +288,7 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: DataFolder) -> Non
     differences = option_differences(frozen.options, plan.options)
     if frozen.tokenizer.fingerprint != plan.tokenizer.fingerprint:
         now = plan.tokenizer.model_id
-        differences.append(f"the tokenizer was {frozen.tokenizer.model_id}, now {now}, with other ids")
+        differences.append(f"tokenizer {frozen.tokenizer.model_id} (you asked for {now}, with other ids)")
     old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
     new = {item.path: (item.num_bytes, item.sha256) for item in plan.inputs}
     for what, paths in (
@@ -299,7 +299,7 @@ def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: DataFolder) -> Non
         if paths:
             differences.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != plan.num_shards:
-        differences.append(f"{frozen.num_shards} shards, now {plan.num_shards}")
+        differences.append(f"{frozen.num_shards} shards (you asked for {plan.num_shards})")
     elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in plan.cuts]:
         differences.append("the whole inputs' hashes differ, or one plan has none (--hash_inputs)")
     others = "the cuts between shards, the tokenizer's special tokens or its library differ"

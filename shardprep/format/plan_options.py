@@ -338,11 +338,19 @@ _WHAT_IS_GIVEN = {
 def _difference(name: str, before: object, after: object) -> str:
     """Describe how an option differs. Hashes and templates are not shown."""
     if name not in _WHAT_IS_GIVEN:
-        was, now = (value if value not in ("", None) else "not set" for value in (before, after))
-        return f"--{name} was {was}, now {now}"
+        return f"{_as_flag(name, before)} (you asked for {_as_flag(name, after)})"
     if not before:
         return f"{_WHAT_IS_GIVEN[name]} was not set before"
     return f"{_WHAT_IS_GIVEN[name]} differs" if after else f"{_WHAT_IS_GIVEN[name]} is not set now"
+
+
+def _as_flag(name: str, value: object) -> str:
+    """Return how a message calls the value of a flag."""
+    if value is True:
+        return f"--{name}"
+    if value is None or value is False or value == "":
+        return f"no --{name}"
+    return f"--{name} {value}"
 
 
 def flags_of(options: PlanOptions) -> list[str]:

@@ -236,7 +236,7 @@ def test_a_plan_that_differs_is_described_without_hashes_and_in_the_words_of_fla
     (tmp_path / "u.py").write_text(FUNCTION + "\n")
     world.plan(num_shards=2, transform=tmp_path / "t.py", id_field="words")
     ended = world.try_plan(num_shards=3, transform=tmp_path / "u.py").ends(78)
-    assert "--id_field was words, now not set" in ended.err
+    assert "--id_field words (you asked for no --id_field)" in ended.err
     assert "the function of --transform differs" in ended.err
     assert not re.search(r"[0-9a-f]{12}", ended.err.replace(str(tmp_path), "")), ended.err
 

@@ -54,6 +54,15 @@ def test_a_file_of_which_nothing_can_be_made_is_refused_with_what_mends_it(tmp_p
     assert "--max_bad_fraction" not in ended.err
 
 
+def test_a_file_in_utf_8_that_is_planned_as_cp949_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    for name, text in (
+        ("w.txt", KOREAN[0]),
+        ("w.jsonl", json.dumps({"text": KOREAN[0]}, ensure_ascii=False)),
+    ):
+        world = World(tmp_path / name).raw({name: f"{text}\n" * 9})
+        world.try_plan(encoding="cp949", dry_run=True).ends(65, name, "--encoding utf-8")
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_wrong_files_among_right_ones_are_each_named(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
     from loader.order.mixture import Position as Position
     from loader.order.state import OtherRun as OtherRun
+    from loader.preparing import ensure_prepared as ensure_prepared
     from loader.ranks import ProcessRank as ProcessRank
-    from loader.ranks import ensure_prepared as ensure_prepared
     from loader.ranks import find_process_rank as find_process_rank
     from loader.read.shards import Origin as Origin
     from loader.token_loader import TokenLoader as TokenLoader
@@ -48,7 +48,8 @@ _NAMES_OF_MODULE = {
     "loader.batch.collator": "CausalLMCollator",
     "loader.dataloader": "get_llama3_dataloader",
     "loader.token_loader": "TokenLoader",
-    "loader.ranks": "ProcessRank ensure_prepared find_process_rank",
+    "loader.preparing": "ensure_prepared",
+    "loader.ranks": "ProcessRank find_process_rank",
     "loader.order.mixture": "Position",
     "loader.order.state": "OtherRun",
     "loader.read.shards": "Origin",

@@ -18,11 +18,11 @@ import pytest
 
 from loader import ReadWriteError, ShardprepError, UsageError, ensure_prepared
 from shardprep.errors import BadInput, Refused
-from tests.children import child, end_of, is_living
+from tests.children import child, end_of, environ_of_children, is_living
 from tests.held_children import Hold
 from tests.oracle.forms import DataSets
 from tests.waiting import wait_until
-from tests.world import Ended, World, call_main, open_loader, refuses
+from tests.world import Ended, World, call_main, hostile_text, open_loader, refuses
 
 NUM_SHARDS = 3
 Prepare = Callable[..., str]
@@ -76,6 +76,86 @@ def test_rank_0_prepares_the_data_set_and_all_ranks_wait_until_it_is_verified(pl
         assert [end_of(rank) for rank in (one, two, first)] == [f"ready {planned.data_dir}\n"] * 3
     planned.verify()
     assert not [path for path in planned.data_dir.parent.iterdir() if path.name.startswith(".")]
+
+
+NODE = """
+import sys
+from loader import ensure_prepared
+raw, data, model = sys.argv[1:]
+print("ready", ensure_prepared(data, input_dir=raw, model_id=model, num_shards=9, num_proc=1))
+"""
+
+WRITES_A_SHARD = r"/data/\.shard-\d+\.tar\."  # not the trial of ``plan``
+
+
+def start_on_node(world: World, node: int, local_rank: int = 0, hold: Hold | None = None) -> Any:
+    """Start one of four tasks of srun, of which two are on each of two nodes, as a context manager."""
+    slurm = {
+        "SLURM_JOB_ID": 1,
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NUM_TASKS": 4,
+        "SLURM_STEP_NUM_NODES": 2,
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_PROCID": 2 * node + local_rank,
+        "SLURM_NODEID": node,
+        "SLURM_LOCALID": local_rank,
+        "SLURMD_NODENAME": f"node{node}",
+    }
+    held = hold.environ() if hold else {}
+    environ = environ_of_children(**{name: str(value) for name, value in slurm.items()}, **held)
+    words = [world.raw_dir, world.data_dir, world.tokenizer]
+    return child([sys.executable, "-c", NODE, *map(str, words)], env=environ)
+
+
+@pytest.fixture
+def unplanned(tmp_path: Path) -> tuple[World, dict[str, bytes]]:
+    """A raw folder, and the files of its data set as one process makes them."""
+    world = World(tmp_path).raw({"a.txt": hostile_text(200)})
+    alone = World(tmp_path / "alone", raw_dir=world.raw_dir).plan(num_shards=9).run().verify()
+    return world, alone.contents()
+
+
+def hosts_of(world: World) -> list[str]:
+    """Return the node that made each shard so far."""
+    return [manifest["run"]["host"] for manifest in world.manifests()]
+
+
+@pytest.mark.processes
+def test_the_first_rank_of_each_node_makes_shards(
+    unplanned: tuple[World, dict[str, bytes]], tmp_path: Path
+) -> None:
+    """Node 0 pauses at its first shard until node 1 has made all others."""
+    world, expected = unplanned
+    hold = Hold(tmp_path, "write", WRITES_A_SHARD)
+    leads = start_on_node(world, 0, hold=hold)
+    with leads as leader, start_on_node(world, 1) as first, start_on_node(world, 1, 1) as other:
+        hold.wait(1, leader)
+        wait_until(lambda: len(hosts_of(world)) == 8)
+        hold.release()
+        texts = [end_of(rank) for rank in (leader, first, other)]
+    assert texts == [f"ready {world.data_dir}\n"] * 3
+    assert hosts_of(world).count("node1") == 8
+    assert world.contents() == expected
+    assert not world.temporaries()
+
+
+@pytest.mark.processes
+def test_shards_of_a_node_that_is_killed_are_made_by_the_others(
+    unplanned: tuple[World, dict[str, bytes]], tmp_path: Path
+) -> None:
+    world, expected = unplanned
+    held = [Hold(tmp_path / f"{node}", "write", WRITES_A_SHARD) for node in range(2)]
+    with start_on_node(world, 0, hold=held[0]) as leader:
+        with start_on_node(world, 1, hold=held[1]) as killed:
+            children = held[1].wait(1, killed)
+            held[0].wait(1, leader)
+            killed.kill()
+            wait_until(lambda: not any(map(is_living, children)), every_s=0.01)
+        held[0].release()
+        assert end_of(leader) == f"ready {world.data_dir}\n"
+    assert hosts_of(world) == ["node0"] * 9
+    assert world.contents() == expected
+    assert not world.temporaries()
 
 
 @pytest.fixture

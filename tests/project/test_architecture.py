@@ -210,7 +210,7 @@ _OF_OWNERS = {"os": _OF_OS, "shutil": _OF_SHUTIL, "files": _OF_FILES, "publishin
 AROUND_FOLDERS = {
     "loader/read/urls.py": "the cache of tars behind URLs, in a folder of this user",
     "loader/read/external_tars.py": "tars of other tools",
-    "loader/ranks.py": "a note beside the data set, for other ranks",
+    "loader/preparing.py": "a note beside the data set, for other ranks",
     "loader/read/finding.py": "patterns and tars of other tools",
     "loader/batch/stream.py": "the user's script",
     "loader/read/tokenizer.py": "a model's folder",

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOG_EVERY_S = 30.0
 _MAX_COLUMNS = 79
+_WORDS = re.compile(r" +|(?:'[^']*'|[^ ])+")  # blanks, or a word with its quotes
 
 
 class _Terminal:
@@ -181,12 +184,42 @@ def _scaled(value: float) -> tuple[str, str]:
 
 
 def say(line: str) -> None:
-    """Print a line to standard error, where logs and progress go."""
+    """Print a line to standard error, where logs and progress go. A terminal breaks it between words."""
+    text = printable(line)
+    if sys.stderr.isatty():
+        text = _with_whole_words(text, shutil.get_terminal_size().columns)
     if _bars:
-        _bars[-1].write(printable(line), file=_TERMINAL)
+        _bars[-1].write(text, file=_TERMINAL)
         return
-    sys.stderr.write(printable(line) + "\n")
+    sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _with_whole_words(text: str, columns: int) -> str:
+    """Return a line that a terminal of this width breaks between words only, by more blanks between them.
+
+    A line end would do this, too, but a command that is copied from the terminal would be cut there. Text in
+    quotes is a word.
+    """
+    if len(text) * 2 <= columns:
+        return text
+    shown = ""
+    place = 0  # column of the next character
+    for part in _WORDS.findall(text):
+        length = _columns_of(part)
+        if part[0] != " " and place and columns - place < length <= columns:
+            shown += " " * (columns - place)
+            place = 0
+        shown += part
+        place = (place + length) % columns
+    return shown
+
+
+def _columns_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
 def print_lines(*lines: str) -> None:

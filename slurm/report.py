@@ -43,7 +43,7 @@ from slurm.status_data import status_of
 
 _REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
-_MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
+_MAPPINGS = {"quarantined", "length_histogram", "sources", "validation", "num_of_field"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")

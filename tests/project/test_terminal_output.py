@@ -211,3 +211,8 @@ def test_on_a_narrow_terminal_progress_is_a_percentage_and_a_time_without_a_bar(
     for line in lines:
         assert re.fullmatch(r"verifying: +\d+%, [\d:?]+ left *", line), line
         assert len(line) < 40
+
+
+def test_a_terminal_breaks_a_message_between_words_and_a_copy_of_it_has_no_line_end(world: World) -> None:
+    shown = on_a_terminal(20, "run", world.data_dir).replace("\r\n", "\n")
+    assert shown.endswith("2 of 2 shards are   done already\n"), "the terminal begins a row with: done"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import LOGS_FOLDER
-from shardprep.format.jobs import JobArray, Submission
+from shardprep.format.jobs import JobArray, Submission, user_name
 from slurm.causes import (
     cause_of_job,
     cause_of_record,
@@ -83,9 +83,14 @@ class Shard:
 
 
 def job_of(record: AttemptRecord, tasks: dict[tuple[str, int], Job]) -> Job | None:
-    """Return an attempt's job. squeue shows only the last start of a task, so earlier ones have none."""
+    """Return an attempt's job. squeue shows only the last start of a task, so earlier ones have none.
+
+    A record of another user says nothing about a job of this one.
+    """
     job = tasks.get(record.key)
-    return job if job and job.num_restarts == record.num_restarts else None
+    if job is None or (job.user == user_name() and not record.is_own):
+        return None
+    return job if job.num_restarts == record.num_restarts else None
 
 
 def add_attempts(
@@ -163,6 +168,20 @@ class _OwnArray:
         )
 
 
+class _Recorded:
+    """The tasks that left a record."""
+
+    def __init__(self, records: Sequence[AttemptRecord]) -> None:
+        self._tasks = {record.key for record in records}
+        self._starts = {(*record.key, record.num_restarts) for record in records}
+
+    def has(self, job: Job | None, key: tuple[str, int]) -> bool:
+        """Return whether a task has a record; of one that is live, whether this start has."""
+        if job and job.is_live:
+            return (*key, job.num_restarts) in self._starts
+        return key in self._tasks
+
+
 def _attempts_without_record(
     shards: Sequence[Shard],
     submissions: Sequence[Submission],
@@ -174,21 +193,17 @@ def _attempts_without_record(
 
     Where a task ended without a record and Slurm does not know why, its shards get ``without_record``.
     """
-    recorded = {record.key for record in records}
-    recorded_starts = {(*record.key, record.num_restarts) for record in records}
-
-    def has_record(job: Job | None, key: tuple[str, int]) -> bool:
-        if job and job.is_live:
-            return (*key, job.num_restarts) in recorded_starts
-        return key in recorded
+    all_records = _Recorded(records)
+    own_records = _Recorded([each for each in records if each.is_own])
 
     attempts = []
     for submission in submissions:
         for array in submission.arrays:
             request = request_of(array) if submission.is_own else None
+            recorded = own_records if submission.is_own else all_records
             for index, shard_ids in enumerate(array.shards_of_tasks()):
                 job = queue.jobs.get((submission.number, array.job_id, index))
-                if has_record(job, (array.job_id, index)):
+                if recorded.has(job, (array.job_id, index)):
                     continue
                 task = f"{array.job_id}_{index}"
                 state: StateName
@@ -215,7 +230,7 @@ def _attempts_without_record(
                 )
                 attempts.append(attempt)
     for (number, job_id, index), job in queue.jobs.items():
-        if number == PLAIN and job.is_live and not has_record(job, job.key):
+        if number == PLAIN and job.is_live and not own_records.has(job, job.key):
             attempt = Attempt(
                 state=job.state_of_shards,
                 task=f"{job_id}_{index}",

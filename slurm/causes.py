@@ -6,13 +6,13 @@ know it: memory, time limit, node failure, preemption. The log keeps it after sq
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from shardprep.errors import ShardprepError
-from shardprep.files import open_regular
+from shardprep.files import ReadFile
 from shardprep.format.attempts import AttemptRecord
+from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 from slurm.commands import seconds_of
 from slurm.queue import LOG_NOT_OPENED, Job
 
@@ -159,14 +159,23 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     return ""
 
 
+def _open_log(path: Path) -> ReadFile:
+    """Open a log, in the folder of a data set never through a link: others may write there."""
+    folder, _, name = str(path).rpartition(f"/{LOGS_FOLDER}/")
+    if folder and "/" not in name:
+        return DataFolder(folder).open(f"{LOGS_FOLDER}/{name}")
+    return ReadFile(path)
+
+
 def log_tail(path: Path, num_later: int = 0) -> str:
     """Return the end of a log before the last ``num_later`` starts of its task, or ""."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            parts = _BEGINS.split(file.read().decode("utf-8", "replace"))
+        with _open_log(path) as file:
+            start = max(file.num_bytes - _TAIL_BYTES, 0)
+            raw = file.read_beginning(start, _TAIL_BYTES)
     except (OSError, ValueError, ShardprepError):  # ValueError: a NUL in the name
         return ""
+    parts = _BEGINS.split(raw.decode("utf-8", "replace"))
     return parts[-1 - num_later] if num_later < len(parts) else ""
 
 

@@ -13,7 +13,8 @@ wrote name jobs of these users.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -44,6 +45,8 @@ LOG_NOT_OPENED = 128 + 53  # a task whose log could not be opened; Slurm reports
 _NAME = re.compile(rf"{JOB_NAME}-[0-9a-f]{{12}}-[0-9a-f.]+-\d+({VERIFY}|{CONTROL})?")  # of our jobs
 PLAIN = -1  # in place of a submission's number, for plain sbatch: index N makes shard N
 _CLOCKS_DIFFER_S = 600
+_USER = re.compile(r"[\w.@$+\\-]{1,256}")
+_MAX_OTHER_USERS = 20
 ASK_AGAIN_S = 0.5  # after an empty answer
 
 
@@ -210,9 +213,9 @@ def find_queue(
     users = {me}
     users.update(each.user for each in (*submissions, *copied))
     users.update(each.user for each in plain.values())
-    users.discard("")
+    asked = _users_to_ask(users, me)
     shown: list[Job] = []
-    for user in sorted(users):
+    for user in asked:
         has_running = user == me and any(each.user == me for each in open_records)
         shown += _jobs_of_user_for_certain(user) if has_running else jobs_of_user(user)
     if not config and (submissions or copied or users - {me}):
@@ -226,10 +229,16 @@ def find_queue(
     recorded = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
     live = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
     _add_plain_tasks(queue, shown, plain, live, me)
-    _add_hidden_jobs(queue, folder, submissions, plain.values(), {me, *(job.user for job in shown)})
+    _add_hidden_jobs(queue, folder, submissions, plain.values(), {me, *(job.user for job in shown)}, asked)
     _add_jobs_without_record(queue, folder, plan_id, copied, live)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
+
+
+def _users_to_ask(users: Iterable[str], me: str) -> list[str]:
+    """Return the users whose jobs Slurm is asked for, one call each. Records of others may name many."""
+    named = sorted(each for each in users if each != me and _USER.fullmatch(each))
+    return sorted([me, *named[:_MAX_OTHER_USERS]])
 
 
 def _plain_records(
@@ -284,6 +293,7 @@ def _add_hidden_jobs(
     submissions: Sequence[Submission],
     plain: Iterable[AttemptRecord],
     seen_users: set[str],
+    asked: Collection[str],
 ) -> None:
     """Add the jobs that are not visible from here, so that their end is unknown."""
     hides_users = re.search(r"\b(jobs|all)\b", queue.config.get("PrivateData", ""))
@@ -291,8 +301,10 @@ def _add_hidden_jobs(
     jobs += [(each.job_id, each.user, "") for each in plain]
     for job_id, user, cluster in jobs:
         if cluster not in ("", queue.config.get("ClusterName", "")):
-            command = f"SLURM_CLUSTERS={cluster} {commands.on('status', folder)}"
+            command = f"SLURM_CLUSTERS={shlex.quote(cluster)} {commands.on('status', folder)}"
             queue.hidden[job_id] = f"for jobs of cluster {cluster}, type: {command}"
+        elif user and user not in asked:
+            queue.hidden[job_id] = f"Slurm was not asked for the jobs of {user!r}"
         elif hides_users and user not in seen_users:
             queue.hidden[job_id] = f"this site shows the jobs of {user} only to {user}"
 

@@ -224,7 +224,7 @@ def _add_ends(records: Sequence[AttemptRecord], queue: Queue, made: MadeShards) 
         if stopped_by:
             record.stopped_by = stopped_by
             record.ended = record.ended or ended
-            if record.user == user_name():
+            if record.is_own and record.user == user_name():
                 attempts.append_end(record)
 
 

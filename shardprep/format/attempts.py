@@ -210,8 +210,7 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
         record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
-            if os.path.dirname(log) != logs:  # noqa: PTH120
-                record.log = ""
+            record.log = log if os.path.dirname(log) == logs else ""  # noqa: PTH120
         records.own.append(record)
     if own.is_used_up or others.is_used_up:
         found = f"more than {_MAX_ALL_BYTES >> 20} MiB or {_MAX_ALL_LINES} lines, of which the first count"

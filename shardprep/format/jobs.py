@@ -44,7 +44,7 @@ _MAX_TASK_SHARDS = 5_000_000  # in all submissions
 # Of the history, only the newest events are read. Decoded, it may take 30 times as much memory.
 _MAX_HISTORY_BYTES = 4 << 20
 _MAX_EVENTS = 10_000
-_MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last that datetime supports
+_MAX_TIME_S = 253_402_128_000  # two days before the end of 9999, which datetime supports in any time zone
 TimeStamp = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

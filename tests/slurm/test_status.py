@@ -592,6 +592,66 @@ def test_a_foreign_record_does_not_hide_a_job_with_this_data_sets_name(desk: Des
 
 
 @AS_ROOT
+def test_a_foreign_record_of_a_task_of_this_user_changes_nothing(desk: Desk) -> None:
+    """It says that task 0 makes shard 3, and so that shard 0 is in no task."""
+    desk.submitted(array(tasks=["0", "1", "2", "3", "4"]))
+    desk.queue(squeue_line("0-4", "RUNNING"))
+    give_away(desk.record("1_0", shards="3"))
+    assert desk.status()["running"] == "0-4"
+    desk.slurm("submit")
+    desk.slurm("cancel", "--shards", 3)
+    assert not desk.sent()
+    assert desk.calls("scancel") == ["1_3"]
+
+
+@AS_ROOT
+def test_a_foreign_record_is_not_written_to(desk: Desk) -> None:
+    path = desk.record("777_0", SLURM_JOB_USER="root", time=SINCE_WHEN + 1)
+    give_away(path)
+    before = path.read_bytes()
+    desk.log("777_0.log", "slurmstepd: error: *** JOB 777 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***\n")
+    path.write_bytes(before.replace(b"begin\n", f"begin\nlog={desk.data}/jobs/logs/777_0.log\n".encode()))
+    give_away(path)
+    before = path.read_bytes()
+    desk.queue(squeue_line("0", "TIMEOUT", job="777", user="12345"))
+    desk.status()
+    assert path.read_bytes() == before
+
+
+@AS_ROOT
+def test_records_of_others_make_status_ask_about_few_users_and_end_well(desk: Desk) -> None:
+    names = [f"user{number}" for number in range(60)]
+    for number, user in enumerate([*names, "a,b", "-M x", "a\0b", "\n"]):
+        last_second = 253_402_300_799
+        path = desk.record(f"{number + 5}_0", SLURM_JOB_USER=user, shards="0", time=last_second)
+        give_away(path)
+        give_away(desk.submitted(array(f"{number + 500}"), number=number, user=user.replace("\0", "")))
+    desk.queue(squeue_line("0", "RUNNING", job="5", user="user0"))
+    assert desk.status()["why_not_visible"]
+    assert len(desk.calls("squeue")) <= 25
+
+
+@AS_ROOT
+def test_the_name_of_a_cluster_in_a_foreign_record_is_quoted(desk: Desk) -> None:
+    give_away(desk.submitted(cluster="x; rm -rf ~ #"))
+    assert "SLURM_CLUSTERS='x; rm -rf ~ #' shardprep" in call_main("status", desk.data).out
+
+
+def test_a_link_in_place_of_a_log_is_not_read(desk: Desk) -> None:
+    """A report is for others to read."""
+    (desk.tmp / "private").write_text("a line that nobody else may read\n")
+    logs = desk.log("7_0.log", "").parent
+    (logs / "7_0.log").unlink()
+    (logs / "7_0.log").symlink_to(desk.tmp / "private")
+    desk.record("7_0", ended(1), log=logs / "7_0.log")
+    page = desk.tmp / "report.html"
+    for words in (["status"], ["logs"], ["report", "--output", page]):
+        said = call_main(words[0], desk.data, *([0] if words == ["logs"] else words[1:]))
+        assert "nobody else" not in said.text
+    assert "nobody else" not in page.read_text(encoding="utf-8")
+
+
+@AS_ROOT
 def test_jobs_of_another_user_are_shown_and_left_to_that_user(desk: Desk) -> None:
     give_away(desk.submitted(user="kim"))
     desk.queue(squeue_line("0-4", "RUNNING", user="kim"))

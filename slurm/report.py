@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -43,8 +43,7 @@ from slurm.status_data import status_of
 
 _REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
-_MAPPINGS = {"quarantined", "length_histogram", "sources", "validation", "num_of_field"}
-_NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
+_NUMBERS = [name for name, kind in get_type_hints(ShardCounts).items() if kind is int]  # others are mappings
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 

@@ -74,7 +74,7 @@ def test_a_loop_continues_with_the_next_batch_after_a_stop_a_jump_a_copy_or_a_re
     with load(numbered, seed=4) as loader:
         of_another_run = loader.state_at(3)
     with load(numbered, 2, **options) as loader:
-        for number in range(16):
+        for number in range(8):
             if number % 4 == 3:
                 at = MICRO * chance.randrange(2 * STEPS)
                 loader.load_state_dict(loader.state_at(at // MICRO))

@@ -405,12 +405,12 @@ COSTLY = [  # an endless loop, a huge text for some conversations, a long text
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Reduces the renderer's CPU time limit to 2 s, by the sitecustomize of tests/held."""
+    monkeypatch.setenv("PYTHONPATH", str(PLACE))
+    monkeypatch.setenv("MOST_CPU_S", "2")
     for pid in renderers():
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not renderers())
     world_of(tmp_path / "dead", TAGGED, CHATS[:1]).try_plan(record="chat")  # notices the dead renderer
-    monkeypatch.setenv("PYTHONPATH", str(PLACE))
-    monkeypatch.setenv("MOST_CPU_S", "2")
 
 
 @pytest.mark.usefixtures("quick_limits")

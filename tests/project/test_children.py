@@ -247,9 +247,9 @@ def with_tokenizer(world: World, kind: str) -> Path:
 
 @pytest.fixture
 def quick_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces the limit of CPU time to 2 s, by the sitecustomize of tests/held."""
+    """Reduces the limit of CPU time to 1 s, by the sitecustomize of tests/held."""
     monkeypatch.setenv("PYTHONPATH", str(PLACE))
-    monkeypatch.setenv("MOST_CPU_S", "2")
+    monkeypatch.setenv("MOST_CPU_S", "1")
 
 
 @pytest.mark.processes

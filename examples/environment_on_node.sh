@@ -12,13 +12,18 @@ is_own() { [[ -O $1 && -d $1 && ! -L $1 ]]; }
 unpack() {
   local unpacked
   [[ ! -e $environment ]] || return 0 # another task of this node was first
-  unpacked=$(mktemp -d "$environment.XXXXXX")
+  unpacked=$(mktemp -d "$environment$1XXXXXX")
   { tar -xf "$tar" -C "$unpacked" && mv -T "$unpacked" "$environment"; } 2>/dev/null || rm -rf "$unpacked"
 }
 if [[ ! -e $environment ]]; then
   lock=/tmp/shardprep-$(id -u)
   mkdir -m 700 "$lock" 2>/dev/null
-  if is_own "$lock"; then (flock 9; unpack) 9<"$lock"; else unpack; fi
+  if is_own "$lock"; then
+    # The lock goes with the processes that hold it. A task that hangs for ten minutes stops no others.
+    (if flock -w 600 9; then rm -rf "$environment".??????; unpack .; else unpack .late.; fi) 9<"$lock"
+  else
+    unpack .late.
+  fi
 fi
 if is_own "$environment"; then
   export PATH=$environment/bin:$PATH

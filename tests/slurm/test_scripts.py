@@ -6,6 +6,7 @@ test_batch_scripts.py and test_slurm_operations.py run them on real clusters.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -477,16 +478,23 @@ def test_only_checkpoints_of_the_programs_own_names_count(tmp_path: Path) -> Non
     assert "saved a.best" in train(tmp_path, "mkdir a.best; exit 75", code=-15, **named)
 
 
+def packed_environment(folder: Path) -> tuple[Path, Path]:
+    """Write on_node.sh beside an environment.tar. Return the node's disk, and where the tar is unpacked."""
+    (folder / "env" / "bin").mkdir(parents=True)
+    (folder / "env" / "bin" / "python").write_bytes(os.urandom(4 << 20))
+    run_child(["tar", "-C", "env", "-cf", "environment.tar", "."], cwd=folder)
+    node = folder / "node"
+    node.mkdir()
+    script = (ROOT / "examples" / "environment_on_node.sh").read_text()
+    script = script.replace("/tmp/", f"{node}/").replace("flock -w 600", "flock -w 0.1")
+    (folder / "on_node.sh").write_text(script)
+    stamp = (folder / "environment.tar").stat()
+    return node, node / f"shardprep-{os.getuid()}-{int(stamp.st_mtime)}-{stamp.st_size}"
+
+
 @pytest.mark.parametrize("in_the_way", ["nothing", "a link to a folder of this user"])
 def test_tasks_that_begin_together_unpack_the_environment_once(tmp_path: Path, in_the_way: str) -> None:
-    (tmp_path / "env" / "bin").mkdir(parents=True)
-    (tmp_path / "env" / "bin" / "python").write_bytes(os.urandom(4 << 20))
-    run_child(["tar", "-C", "env", "-cf", "environment.tar", "."], cwd=tmp_path)
-    script = (ROOT / "examples" / "environment_on_node.sh").read_text()
-    (node := tmp_path / "node").mkdir()
-    (tmp_path / "on_node.sh").write_text(script.replace("/tmp/", f"{node}/"))
-    stamp = (tmp_path / "environment.tar").stat()
-    unpacked = node / f"shardprep-{os.getuid()}-{int(stamp.st_mtime)}-{stamp.st_size}"
+    node, unpacked = packed_environment(tmp_path)
     if in_the_way != "nothing":
         unpacked.symlink_to(tmp_path)
     (node / "tar").write_text(f'#!/bin/bash\necho >>{node}/calls; exec {shutil.which("tar")} "$@"\n')
@@ -499,6 +507,26 @@ def test_tasks_that_begin_together_unpack_the_environment_once(tmp_path: Path, i
         assert (node / "calls").read_text() == "\n", "tar ran once"
     else:
         assert not any(path.startswith(str(unpacked)) for path in paths)
+
+
+@pytest.mark.parametrize("fate", ["was killed", "hangs"])
+def test_a_task_unpacks_the_environment_where_another_one_was_killed_or_hangs(
+    tmp_path: Path, fate: str
+) -> None:
+    node, unpacked = packed_environment(tmp_path)
+    left = Path(f"{unpacked}.abcdef")
+    (left / "bin").mkdir(parents=True)
+    lock = node / f"shardprep-{os.getuid()}"
+    lock.mkdir(mode=0o700)
+    held = os.open(lock, os.O_RDONLY)
+    try:
+        if fate == "hangs":
+            fcntl.flock(held, fcntl.LOCK_EX)
+        path = run_child(["bash", "-c", ". ./on_node.sh; echo $PATH"], cwd=tmp_path).stdout
+    finally:
+        os.close(held)
+    assert path.startswith(f"{unpacked}/bin:")
+    assert set(node.iterdir()) == {lock, unpacked, *([left] if fate == "hangs" else [])}
 
 
 def test_a_task_of_an_array_requeues_only_itself(tmp_path: Path) -> None:

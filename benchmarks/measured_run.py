@@ -12,7 +12,7 @@ from pathlib import Path
 
 _LOG_TAIL = 2000
 _NOT_PASSED_ON = ("SLURM", "DATASET_")
-_ENVIRON = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+_ENVIRON = {"HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class Usage:
     """The cost of a run."""
 
     cpu_s: float  # user and system, of the process and its children
+    own_cpu_s: float  # of the process alone
     wall_s: float
     max_rss_bytes: int  # of the largest process
     start_cpu_s: float | None = None  # until the first file of a Watch
@@ -69,19 +70,22 @@ def run_pinned(
     because a child's peak memory is at least its parent's at the fork.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+    environ |= _ENVIRON | {"RAYON_NUM_THREADS": f"{num_cores}", "OMP_NUM_THREADS": f"{num_cores}"}
     cores = sorted(os.sched_getaffinity(0))[-num_cores:]
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
-            env=environ | _ENVIRON,
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         seen = watch.cpu_s(process.pid) if watch else None
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        own_cpu_s = _own_cpu_s(process.pid)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -91,11 +95,19 @@ def run_pinned(
         raise NotSeen(f"{watch.first}* and {watch.last}* were not seen in {watch.folder}")
     return Usage(
         cpu_s=usage.ru_utime + usage.ru_stime,
+        own_cpu_s=own_cpu_s,
         wall_s=time.monotonic() - began,
         max_rss_bytes=usage.ru_maxrss * 1024,
         start_cpu_s=seen[0] if seen else None,
         work_cpu_s=seen[1] if seen else None,
     )
+
+
+def _own_cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process without its children, in ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = fields[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def machine_line() -> str:

@@ -182,7 +182,7 @@ def worker_settings(given: dict[str, Any]) -> WorkerSettings:
 _DOCUMENT_STRETCH_BYTES = 1 << 20
 _ROW_STRETCH_BYTES = 4 << 20
 _HELPER_BYTES = 160 << 20  # of memory
-# On two cores the engine's own threads are faster: benchmarks/results.md#one-core-per-task.
+# On two cores the engine's own threads are faster: benchmarks/results.md#cores-of-a-task.
 _FEWEST_HELPERS = 3
 _LEAST_HELPER_SHARE = 8  # stretches per helper; for fewer, the helpers' start is too long
 

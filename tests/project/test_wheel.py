@@ -144,6 +144,7 @@ NOT_RUN = (
     "python3 -m venv ",  # this environment replaces it
     "source ",
     "pip install ",  # needs an index; the wheel is installed
+    "pip wheel ",
     "hf download ",  # needs the hub; test_tokenizers.py has a local server for it
     "find RAW -type f -print0 | xargs ",  # needs files archived by Lustre HSM
 )

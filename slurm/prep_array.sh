@@ -169,11 +169,13 @@ command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
 exec "$python" -c "$start" "$@"'
-# The current folder, which may contain a preprocess.py, comes last on sys.path. An old Python must parse this code.
+# The current folder, which may contain a preprocess.py, comes last on sys.path, before anything is imported, and a data
+# set of somebody else does not come at all. An old Python must parse this code.
 start='import sys
-from importlib.util import find_spec
 sys.path[:] = [place for place in sys.path if place]
-if not find_spec("preprocess"):
+import os
+from importlib.util import find_spec
+if not find_spec("preprocess") and not os.path.lexists("plan.json"):
     sys.path.append("")
 found = find_spec("preprocess")
 missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
@@ -181,7 +183,7 @@ missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not fin
 if not (found and found.submodule_search_locations and find_spec("preprocess.plan")):
     missing.insert(0, "preprocess.plan")
 if missing or sys.version_info < (3, 10):
-    import os, platform
+    import platform
     where = found.origin or list(found.submodule_search_locations)[0] if found else "nowhere"
     sys.stderr.write("shardprep: node %s: python %s (%s) is not a Python 3.10+ with shardprep: not found: %s; "
         "preprocess is at: %s; install shardprep for this python, or set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a "

@@ -146,7 +146,10 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     say "torchrun on $SLURM_JOB_NUM_NODES node(s) x $procs, $MASTER_ADDR:$MASTER_PORT"
     # shellcheck disable=SC2016
     launch='export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' # torchrun's own variable for --node_rank
-    command=("$python" -u -m torch.distributed.run "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
+    # `python -m` would look for modules in the current folder first, which may be a data set of somebody else.
+    start='import sys; sys.path[:] = [place for place in sys.path if place]; import runpy; '
+    start+='runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)'
+    command=("$python" -u -c "$start" "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
       "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT"
       --no_python bash -c "$keep_code" bash "$python" -u)
     ;;

@@ -116,6 +116,51 @@ def test_a_python_without_the_package_or_its_libraries_is_named(desk: Desk, what
     assert "the old script" not in output
 
 
+def evil(folder: Path) -> None:
+    """Fill a folder with modules that leave a file if they run."""
+    for name in (
+        "importlib",
+        "contextlib",
+        "types",
+        "os",
+        "platform",
+        "runpy",
+        "preprocess",
+        "torch",
+        "numpy",
+    ):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'RAN')!r}, 'w')\n")
+
+
+def test_a_task_that_is_sent_from_a_data_set_runs_no_module_of_it(desk: Desk) -> None:
+    evil(desk.tmp)
+    desk.task(code=0)
+    (desk.tmp / "plan.json").touch()
+    (desk.tmp / "preprocess.py").unlink()
+    (desk.tmp / "preprocess").mkdir()
+    evil(desk.tmp / "preprocess")
+    (desk.tmp / "preprocess" / "__init__.py").write_text(f"open({str(desk.tmp / 'RAN')!r}, 'w')\n")
+    run_child([sys.executable, "-m", "venv", "--without-pip", desk.tmp / "bare"])
+    environ = {"SHARDPREP_PYTHON": str(desk.tmp / "bare" / "bin" / "python"), "PYTHONPATH": ""}
+    desk.task(index=1, code=2, environ=environ)
+    assert not list(desk.tmp.rglob("RAN"))
+
+
+def test_torchrun_that_is_started_in_a_data_set_runs_no_module_of_it(tmp_path: Path) -> None:
+    """A package in place of torch prints its arguments."""
+    evil(tmp_path)
+    package = tmp_path / "installed" / "torch" / "distributed"
+    package.mkdir(parents=True)
+    for path in (package.parent / "__init__.py", package / "__init__.py"):
+        path.touch()
+    (package / "run.py").write_text("import sys\nprint('torchrun', *sys.argv[1:], file=sys.stderr)\n")
+    srun = f'cd {shlex.quote(str(tmp_path))}; while [[ $1 = --* ]]; do shift; done; "$@"'
+    environ = {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "installed")}
+    log = train(tmp_path, srun, code=0, SHARDPREP_LAUNCHER="torchrun", SHARDPREP_PROCS="2", **environ)
+    assert "torchrun --nnodes=1 --nproc_per_node=2" in log
+    assert not list(tmp_path.rglob("RAN"))
+
+
 def test_files_in_the_current_folder_do_not_shadow_packages(desk: Desk) -> None:
     for name in ("preprocess", "loader", "platform", "json"):
         (desk.tmp / f"{name}.py").write_text("print('the old script')")

@@ -48,6 +48,7 @@ exit 75
 def plain_cluster() -> Iterator[dict[str, str]]:
     """A cluster of three nodes, as the environment for commands and for ranks of a training."""
     settings = {"NODE_CPUS": "8", "KILL_WAIT": "120"}
+    settings["EXTRA_CONF"] = "PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE MaxTime=INFINITE"
     settings |= {"SHARDPREP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     settings |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with started_cluster("NO SLURM CLUSTER, the batch scripts are untested here", **settings) as started:
@@ -104,6 +105,12 @@ def stopped(
             minutes = int(site.tasks(f"{job}_{index}")[index]["RunTime"].split(":")[1])
             site.run("scontrol", "update", f"jobid={job}_{index}", f"timelimit={minutes + 2}")
     return world, site, job
+
+
+def test_a_task_fills_a_node_that_is_not_shared(site: Cluster, tmp_path: Path) -> None:
+    job = sbatch(site, "--partition=whole", "--array=0", "--cpus-per-task=2", SCRIPT)
+    assert exit_codes(site, job) == {0: "0:0"}
+    assert (tmp_path / "0.step").read_text() == "8 0\n"
 
 
 def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(site: Cluster, tmp_path: Path) -> None:
@@ -317,7 +324,7 @@ def test_submit_and_retry_need_no_accounts(
 def test_run_under_srun_shares_the_shards_of_all_nodes(
     plain_cluster: dict[str, str], sample_dir: Path, tmp_path: Path
 ) -> None:
-    """One data set by 4 processes on 2 nodes, then on one node after half of it is lost."""
+    """One data set by 4 processes on 2 nodes, then on one node after half of it is lost, then by an array."""
     site = Cluster(environ=dict(plain_cluster), folder=tmp_path)
     world = World(tmp_path, raw_dir=sample_dir, data_dir=tmp_path / "D").plan(num_shards=10)
     expected = world.copy(tmp_path / "alone").run().contents()
@@ -329,10 +336,20 @@ def test_run_under_srun_shares_the_shards_of_all_nodes(
     made = [int(number) for number in re.findall(r"part \d of 4: (\d+) shards? made", several)]
     assert made, "a task that starts last may find all shards made"
     assert 10 <= sum(made) <= 13, "each task may make one more that another has just begun"
-    for shard_id in range(0, 10, 2):
-        (world.data_dir / f"shard-{shard_id:05d}.json").unlink()
+    half = [world.data_dir / f"shard-{shard_id:05d}.json" for shard_id in range(0, 10, 2)]
+    for path in half:
+        path.unlink()
     run_child(["srun", "--nodes=1", "--ntasks=2", *map(str, run)], env=site.environ)
     assert world.contents() == expected
+    for path in half:
+        path.unlink()
+    options = ("--partition=whole", "--array=0-1", "--nodes=2-2", "--ntasks-per-node=1", "--cpus-per-task=1")
+    job = sbatch(site, *options, SCRIPT, world.data_dir)
+    assert exit_codes(site, job) == {0: "0:0", 1: "0:0"}
+    assert world.contents() == expected
+    log = (tmp_path / "logs" / f"shardprep-{job}_0.log").read_text()
+    assert "4 tasks of a job array share" in log
+    assert "with up to 5 processes each" in log or "done already" in log, "all CPUs of its node, for 5 shards"
     assert not world.temporaries()
 
 

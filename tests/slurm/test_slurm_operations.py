@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import is_living, run_child
+from tests.children import child, end_of, is_living, run_child
 from tests.held_children import Hold
 from tests.slurm.started_cluster import FAULTY_PYTHON, Cluster, kill_node, reset_cluster, started_cluster
 from tests.waiting import wait_until
@@ -28,7 +29,8 @@ EXTRA_CONF = """MaxArraySize=7
 AccountingStorageEnforce=limits,qos
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE
+PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
 STOPPED = "stopped by a signal (75)"  # after scancel, the end of the worker may be seen first
 ACCEPTING = ("--worker_args", "--max_bad_fraction 0.6")
@@ -205,6 +207,52 @@ def test_preempted_tasks_restart_and_manifests_count_the_restarts(site: Cluster,
     made = [manifest["run"]["slurm"] for manifest in seven.manifests()]
     assert [each.get("SLURM_RESTART_COUNT") for each in made].count("1") == 3, made
     assert seven.temporaries() == []
+
+
+def test_a_job_of_two_nodes_goes_on_when_one_dies_and_another_joins_late(
+    site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shard is made once, but for the one on the node that dies. Small jobs run in another partition."""
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 400}).plan(num_shards=8)
+    expected = world.copy(tmp_path / "alone").run().contents()
+    data = world.data_dir
+    late = [sys.executable, "-m", "preprocess", "run", str(data), "--part=2/3", "--num_proc=1"]
+    late_environ = dict(site.environ)
+    hold = Hold(tmp_path, "open", r"(^|/)\.shard-\d+\.idx\.")
+    for name, value in hold.environ().items():
+        monkeypatch.setitem(site.environ, name, value)
+    partitions = ("--partition", "whole", "--small_partition", "cpu")
+    site.slurm("submit", data, "--nodes", 2, *partitions, "--worker_args", "--num_proc 1", "--until_done")
+    sent = json.loads((data / "jobs" / "0000.json").read_text())["arrays"][0]
+    held = {_node_of(pid): pid for pid in hold.wait(2)}
+    assert len(held) == 2, "a process on each node"
+
+    with child(["srun", "--partition=whole", "--nodes=1", *late], env=late_environ, stderr=-2) as joined:
+        wait_until(lambda: len(world.manifests()) == 6)
+        (batch_host,) = set(
+            re.findall(r"BatchHost=(\S+)", site.run("scontrol", "show", "job", sent["job_id"]))
+        )
+        (dying,) = set(held) - {batch_host}
+        kill_node(site.environ, dying)
+        os.kill(held[dying], signal.SIGKILL)
+        hold.release()
+        of_late = end_of(joined)
+    wait_until((data / "report.html").exists)
+    site.wait_until_idle()
+    state = site.status(data)
+    assert (state["verified"], state["history"][-1]["event"]) == (True, "finished")
+    assert not (data / "jobs" / "0001.json").exists(), "nothing was sent again"
+    assert world.contents() == expected
+    assert world.temporaries() == []
+    (log,) = [path.read_text() for path in (data / "jobs" / "logs").glob(f"{sent['job_id']}_*.log")]
+    made = re.findall(r"part \d of \d: (\d+) shards? made", log + of_late)
+    assert 8 <= sum(map(int, made)) <= 9, log + of_late
+    assert sent["time_min"] == 11, "computed from the size and the nodes"
+
+
+def _node_of(pid: int) -> str:
+    (node,) = re.findall(r"SLURMD_NODENAME=([^\0]+)", Path(f"/proc/{pid}/environ").read_text())
+    return node
 
 
 def test_submitit_makes_forty_shards_within_maxarraysize_and_after_a_preemption(

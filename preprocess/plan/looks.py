@@ -65,7 +65,7 @@ def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], f
         return Look(problem=BadInput(path=path, found=what, expected="text", advice=advice))
     wanted = encodings.wanted_encoding(fields.options, name)
     is_auto = wanted == AUTO
-    seen = encodings.seen_encoding(samples if is_auto else samples[:1])
+    seen = encodings.seen_encoding(samples)
     if is_auto and not seen:
         found = "text whose encoding is not clear from samples"
         advice = f"name it, such as --encoding '{_pattern(name)}=latin-1,auto', or convert the file"
@@ -83,8 +83,8 @@ def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], f
         look = Look(problem=problem, note=_note_of_text(name, samples, fields.options))
     if codec == encodings.UTF_8 and seen != codec:
         is_unusable = look.problem is not None and look.problem.found == _UNDECODABLE
-        # Of a table, each value is decoded by itself, so a look cannot tell how many are lost.
-        if is_unusable or (seen and kind.format.unit == "row"):
+        # A file that is clearly CP949 may have lines in ASCII, but all others would be lost.
+        if seen or is_unusable:
             look = look._replace(problem=_problem_of_encoding(path, seen))
     # What --encoding says for all files is not repeated for each.
     frozen = "" if codec == fields.options.encoding else codec

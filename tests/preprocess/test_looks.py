@@ -37,6 +37,11 @@ WRONG: dict[str, tuple[str, bytes, list[str]]] = {
         b"".join(json.dumps(each, ensure_ascii=False).encode("cp949") + b"\n" for each in RIGHT[:3] * 3),
         ["CP949", "--encoding auto"],
     ),
+    "CP949 in a few lines": (
+        "w.txt",
+        "\n".join(ENGLISH * 90 + KOREAN).encode("cp949"),
+        ["CP949", "--encoding auto"],
+    ),
     "another encoding": ("w.txt", "это русский текст\n".encode("koi8-r") * 9, ["neither UTF-8 nor", "iconv"]),
     "a PDF": ("w.txt", b"%PDF-1.7\n%\xe2\xe3\n", ["a PDF document", "pdftotext"]),
     "a zip archive": ("w.jsonl", b"PK\x03\x04\x14\x00\x00\x00" + bytes(90), ["zip archive", "unzip"]),

@@ -152,6 +152,7 @@ def test_the_first_of_several_fields_that_a_record_has_is_its_text(tmp_path: Pat
     assert world.texts() == ["a", "b", "c", "e", *(f"k{n}" for n in range(9)), "i", "h", "m", "n"]
     counts = json.loads((world.data_dir / "shard-00000.json").read_bytes())["counts"]
     assert counts["num_of_field"] == {"TEXT": 11, "content": 2, "plain_text": 1, "text": 3}
+    world.main("report", world.data_dir, "--json").ends(0)
     (left_out,) = world.lines("quarantine")
     assert (left_out["line"], left_out["reason"]) == (4, "no_field")
 

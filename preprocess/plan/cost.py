@@ -18,12 +18,12 @@ from preprocess.make.engine import Engine
 from preprocess.make.writer import ShardWriter
 from preprocess.plan.conversations import ConversationSample, form_line
 from preprocess.plan.estimate import Estimate
-from preprocess.plan.looks import problem_of_fields
-from preprocess.plan.sampling import NUM_PLACES, sample_of_plan
+from preprocess.plan.mending import problem_of_fields
+from preprocess.plan.sampling import first_records, sample_of_plan
 from preprocess.plan.scratch import scratch_folder
 from preprocess.read import chat
-from preprocess.read.documents import DocumentBatch, advice_about, read_records
-from preprocess.read.text_fields import RecordFields, from_json, value_at
+from preprocess.read.documents import DocumentBatch, advice_about
+from preprocess.read.text_fields import from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors
 from shardprep.console import counted, printable
@@ -34,7 +34,7 @@ from shardprep.format.documents import DocumentNames, lines_of
 from shardprep.format.excluded import unmatched_of
 from shardprep.format.inputs import place_text
 from shardprep.format.manifest import RunFacts
-from shardprep.format.plan import Cut, Plan, ranges_between
+from shardprep.format.plan import Plan
 
 _SAMPLE_BYTES = 2 << 20  # of the input that is sampled
 _NUM_SHOWN = 20  # names of fields, in an error
@@ -127,7 +127,7 @@ def measure(
         )
     if counting.num_of_field:
         shown = ", ".join(f"{printable(name)} {number:,}" for name, number in counting.num_of_field.items())
-        notes.append(f"documents of a sample by the field of their text: {shown}")
+        notes.append(f"fields of the text, in a sample: {shown}")
     if lookup is not None:
         has_all = num_bytes >= sum(sizes) and not plan.options.limit
         notes.append(lookup.line(has_all=has_all, id_field=plan.options.id_field))
@@ -215,8 +215,4 @@ def _mapping(plan: Plan, keys: list[str]) -> str:
 def _sampled_records(plan: Plan) -> list[Any]:
     """Return records from the beginning of the first input."""
     item = next(item for item in plan.inputs if item.num_bytes)
-    byte_range = next(ranges_between(plan.input_dir, [item], Cut(0, 0), Cut(1, 0)))
-    documents = next(
-        read_records([byte_range], RecordFields(plan.options), _SAMPLE_BYTES // NUM_PLACES), None
-    )
-    return list(documents.columns.get("record", ())) if documents else []
+    return first_records(plan.input_dir, item, plan.options)

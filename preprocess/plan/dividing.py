@@ -105,8 +105,7 @@ def stamp_inputs(
         batches = pool.map(lambda task: [stamp(path) for path in task], tasks)
         stamped = itertools.chain.from_iterable(batches)
         weighed = [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
-    looks_by_name = [(item.file.path, item.look) for item in weighed]
-    refuse_unusable([(name, look.problem) for name, look in looks_by_name if look.problem is not None])
+    refuse_unusable(input_dir, [(item.file, item.look) for item in weighed], options)
     return weighed
 
 

@@ -8,26 +8,34 @@ are hashed for the plan anyway, so a look costs some 0.1 ms and no reading.
 from __future__ import annotations
 
 import itertools
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from preprocess.plan.mending import (
+    command_for_all,
+    flags_for_all,
+    flags_of,
+    pipe_to_lines,
+    problem_of_encoding,
+    problem_of_fields,
+    problem_of_json,
+)
 from preprocess.plan.other_files import ascii_if_odd, content_that_is_no_text
+from preprocess.plan.sampling import first_records
 from preprocess.read import encodings
 from preprocess.read.encodings import Sample
 from preprocess.read.json_lines import record_of_line
-from preprocess.read.text_fields import TextFields, UnusableText
-from shardprep.console import counted, printable, quoted
+from preprocess.read.text_fields import NoColumn, TextFields, UnusableText
+from shardprep.console import counted, printable
 from shardprep.errors import BadInput
 from shardprep.format.choices import AUTO
-from shardprep.format.inputs import InputKind
+from shardprep.format.inputs import InputKind, input_kind
+from shardprep.format.plan import InputFile
 from shardprep.format.plan_options import PlanOptions
 
 _MOST_LINES = 200  # of a sample, that are tried
-_MOST_WHOLE_BYTES = 1 << 20  # of one object over several lines, to find the list in it
 _NUM_FIELDS_SHOWN = 20
 _UNDECODABLE = "no line that can be decoded"
 UNCLEAR = "unclear"  # instead of an encoding
@@ -36,9 +44,6 @@ _NUM_EXAMPLES = 3
 _FEW_SHARED = 0.5  # of the fields of two files, if they differ
 _SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"<|eot_id|>", b"<|im_end|>", b"</s>", b"<eos>")
 _OF_FIELDS = frozenset({"no_field", "null_field", "wrong_type"})  # reasons of a wrong --text_field
-_OPENERS = {".gz": "zcat", ".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat", "": "cat"}
-_LIST_IN_OBJECT = re.compile(rb'"([^"\\]+)"\s*:\s*\[\s*\{')
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _ENDS_SENTENCE = tuple(".!?…\"'”’)」』。！？:;")
 _MIN_WRAPPED_LINES = 20
 _MAX_WRAPPED_CHARS = 120
@@ -50,8 +55,9 @@ class Look(NamedTuple):
     encoding: str = ""  # to freeze in the plan, "" if --encoding says it
     seen_encoding: str = ""  # of text in lines
     names: frozenset[str] = frozenset()  # of its fields
-    field: str = ""  # that the text is taken from, if --text_field names several
     problem: BadInput | None = None  # nothing can be made of the file
+    flags: tuple[str, ...] = ()  # of plan, that mend it
+    pipe: str = ""  # commands that make JSON lines of the file's text
     note: str = ""  # for people, told once for all files
 
 
@@ -77,15 +83,19 @@ def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], f
     if kind.format.has_fields and kind.format.unit == "row":
         look = Look()
     elif kind.format.has_fields:
-        look = _look_at_json(path, kind, samples, codec, fields)
+        look = _look_at_json(
+            path, kind, samples, seen if codec == encodings.UTF_8 and seen else codec, fields
+        )
     else:
         problem = _problem_of_text(path, samples, codec)
         look = Look(problem=problem, note=_note_of_text(name, samples, fields.options))
     if codec == encodings.UTF_8 and seen != codec:
         is_unusable = look.problem is not None and look.problem.found == _UNDECODABLE
         # A file that is clearly CP949 may have lines in ASCII, but all others would be lost.
-        if seen or is_unusable:
-            look = look._replace(problem=_problem_of_encoding(path, seen))
+        # A command that makes JSON lines changes the encoding, too.
+        if (seen or is_unusable) and not look.pipe:
+            problem = problem_of_encoding(path, seen)
+            look = look._replace(problem=problem, flags=(*look.flags, *flags_of(problem)))
     # What --encoding says for all files is not repeated for each.
     frozen = "" if codec == fields.options.encoding else codec
     is_utf_8 = codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK)
@@ -108,27 +118,29 @@ def _look_at_json(
             names.update(record)
             records.append(record)
         if not isinstance(text, UnusableText):
-            field = ".".join(fields.chosen(record).text_paths[0]) if fields.is_first_of else ""
-            return Look(names=frozenset(names), field=field)
+            return Look(names=frozenset(names))
         reasons[text.reason] += 1
     if not reasons:
         return Look()
     if [*reasons] == ["undecodable"]:
         return Look(problem=_problem_of_codec(path, samples, codec))
     beginning = samples[0].data.removeprefix(encodings.MARK).lstrip()
-    problem = None
     if "bad_json" in reasons and beginning[:1] in (b"[", b"{"):
-        problem = _problem_of_json(path, kind, beginning)
+        pipe = pipe_to_lines(beginning, codec)
+        if pipe:
+            problem = problem_of_json(path, kind, beginning, pipe)
+            return Look(names=frozenset(names), problem=problem, pipe=pipe)
     if fields.is_chat and not (_OF_FIELDS | {"preference_pair"}).isdisjoint(reasons):
         return Look(names=frozenset(names))  # planning's own sample says more about forms of conversations
-    if problem is None and records and not _OF_FIELDS.isdisjoint(reasons):
-        problem = problem_of_fields(path, records, fields.options)
-    if problem is None:
+    unfit = None
+    if records and not _OF_FIELDS.isdisjoint(reasons):
+        unfit = problem_of_fields(path, records, fields.options)
+    if unfit is None:
         found = (
             f"{counted(reasons.total(), 'record')} of a sample, none usable ({', '.join(sorted(reasons))})"
         )
-        problem = BadInput(path=path, found=found, expected="an object in each line")
-    return Look(names=frozenset(names), problem=problem)
+        unfit = BadInput(path=path, found=found, expected="an object in each line")
+    return Look(names=frozenset(names), problem=unfit, flags=flags_of(unfit))
 
 
 def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
@@ -142,81 +154,6 @@ def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
         for line in lines[:_MOST_LINES]:
             if line.strip():
                 yield line
-
-
-def _problem_of_json(path: Path, kind: InputKind, beginning: bytes) -> BadInput | None:
-    """Return the error for one list, or for one object over several lines. None if it is neither."""
-    what = "one list of JSON"
-    filter_ = ".[]"
-    if beginning.startswith(b"{"):
-        if not _is_over_lines(beginning):
-            return None
-        key = _list_in(beginning[:_MOST_WHOLE_BYTES])
-        what = "an object over several lines" + (f", with its records in the list {key}" if key else "")
-        filter_ = f'.["{key}"][]' if key and not key.isidentifier() else f".{key}[]" if key else "."
-    stem = str(path.absolute())
-    for suffix in (kind.compression and path.suffix, *kind.format.suffixes):
-        stem = stem[: -len(suffix)] if suffix and stem.lower().endswith(suffix.lower()) else stem
-    new = quoted(f"{stem}.lines.jsonl")
-    moved = f"mv {quoted(path)} {quoted(f'{path}.whole')}"
-    remedy = f"{_OPENERS[kind.compression]} {quoted(path)} | jq -c '{filter_}' > {new} && {moved}"
-    return BadInput(path=path, found=what, expected="an object in each line", remedy=remedy)
-
-
-def _is_over_lines(beginning: bytes) -> bool:
-    """Return whether text begins with an object that ends in a later line, or where the text is cut."""
-    text = beginning.decode(errors="replace")
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
-    return "\n" in text[:end]
-
-
-def _list_in(data: bytes) -> str:
-    """Return the name of the first list of objects in an object that may be cut, or ""."""
-    for match in _LIST_IN_OBJECT.finditer(data):
-        before = _STRING.sub(b"", data[: match.start()])
-        depth = sum(map(before.count, (b"{", b"["))) - sum(map(before.count, (b"}", b"]")))
-        if depth == 1:
-            return match[1].decode(errors="replace")
-    return ""
-
-
-def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) -> BadInput | None:
-    """Return the error for records without the field of the text, with the flag for one that they have."""
-    num_chars: Counter[str] = Counter()  # characters in the strings of each field
-    flags: list[str] = []  # that would take the text, the best one first
-
-    def look(record: dict[str, Any], place: str = "") -> None:
-        for name, value in record.items():
-            num_chars[place + name] += len(value) if isinstance(value, str) else 0
-            if isinstance(value, dict):
-                look(value, f"{place}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-                field = "" if place + name == "messages" else f" --text_field {place}{name}"
-                flags.append(f"--record chat{field}")
-
-    for record in records:
-        look(record)
-    if not num_chars:
-        return None
-    if any(isinstance(record.get("html"), bytes) for record in records):
-        advice = "plan with --transform FILE, whose function takes the text out of record['html']"
-        return BadInput(
-            path=path, found="web pages", expected="texts", advice=advice, remedy="--transform FILE"
-        )
-    fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_FIELDS_SHOWN])
-    if flags:  # what a conversation has beside its messages is no text
-        for name in (options.tools_field, options.documents_field):
-            num_chars.pop(name, None)
-    flags += [f"--text_field {name}" for name, number in num_chars.most_common(1) if number]
-    flags = list(dict.fromkeys(flags)) or ["--text_field NAME"]
-    kind = "a list of messages" if options.is_chat else "a string"
-    wanted = options.text_template or options.text_field
-    found = f"a sample of records with the fields {fields}"
-    advice = f"plan with {', or '.join(flags)}"
-    return BadInput(path=path, found=found, expected=f"{wanted!r} as {kind}", advice=advice, remedy=flags[0])
 
 
 def _problem_of_text(path: Path, samples: Sequence[Sample], codec: str) -> BadInput | None:
@@ -250,19 +187,6 @@ def _problem_of_codec(path: Path, samples: Sequence[Sample], codec: str) -> BadI
         found = f"{_UNDECODABLE}: it is UTF-8"
         return BadInput(path=path, found=found, expected=expected, advice=advice, remedy=remedy)
     return BadInput(path=path, found=_UNDECODABLE, expected=expected)
-
-
-def _problem_of_encoding(path: Path, seen: str) -> BadInput:
-    if seen:
-        remedy = "--encoding auto"
-        advice = f"plan with {remedy}, which takes each file as UTF-8 or as CP949"
-        found = f"text in {encodings.shown(seen)} (undecodable as UTF-8)"
-        return BadInput(path=path, found=found, expected="UTF-8", advice=advice, remedy=remedy)
-    new = quoted(path.with_suffix(f".utf-8{path.suffix}"))
-    moved = f"mv {quoted(path)} {quoted(f'{path}.before')}"
-    remedy = f"iconv -f ENCODING -t utf-8 {quoted(path)} > {new} && {moved}"
-    found = "undecodable text, neither UTF-8 nor clearly CP949"
-    return BadInput(path=path, found=found, expected="UTF-8", remedy=remedy)
 
 
 def _note_of_text(name: str, samples: Sequence[Sample], options: PlanOptions) -> str:
@@ -299,35 +223,77 @@ def _pattern(name: str) -> str:
     return name if name.isprintable() and "'" not in name else "PATTERN"
 
 
-def refuse_unusable(problems: Sequence[tuple[str, BadInput]]) -> None:
-    """Raise BadInput for files of which nothing can be made, each by its name. ``problems``: by name."""
-    if not problems:
+def refuse_unusable(input_dir: Path, files: Sequence[tuple[InputFile, Look]], options: PlanOptions) -> None:
+    """Raise BadInput for files of which nothing can be made, each by its name, with what mends them."""
+    unusable = [_Unusable(item, look, look.problem) for item, look in files if look.problem is not None]
+    if not unusable:
         return
-    first = problems[0][1]
-    others = [f"{ascii_if_odd(name)} ({each.found or each})" for name, each in problems[1:_NUM_FILES_SHOWN]]
-    if others:
-        num_more = len(problems) - _NUM_FILES_SHOWN
+    unusable = _seen_in_tables(input_dir, unusable, options)
+    # One that takes a command comes first, because the flags for the others can be told with it.
+    unusable.sort(key=lambda each: not each.look.pipe)
+    item, look, error = unusable[0]
+    has_right = any(
+        other.problem is None and input_kind(file.path).format.has_fields for file, other in files
+    )
+    all_flags = [flag for each in unusable for flag in each.look.flags]
+    flags = flags_for_all(all_flags, options, keeps_field=has_right)
+    if look.pipe:
+        same = [each.file.path for each in unusable if each.look.pipe == look.pipe]
+        suffixes = input_kind(item.path).format.suffixes
+        num_alike = sum(input_kind(file.path).format.suffixes == suffixes for file, _ in files)
+        if 1 < len(same) == num_alike:
+            error.remedy = command_for_all(input_dir, same, look.pipe)
+        if flags:
+            error.advise(f"then plan with {flags}")
+    elif flags and len(unusable) > 1:
+        error.remedy = flags
+        error.advice = f"plan with {flags}"
+    by_found: dict[str, list[str]] = {}
+    for each in unusable[1:_NUM_FILES_SHOWN]:
+        by_found.setdefault(each.problem.found or str(each.problem), []).append(ascii_if_odd(each.file.path))
+    if by_found:
+        others = [f"{', '.join(names)} ({found})" for found, names in by_found.items()]
+        num_more = len(unusable) - _NUM_FILES_SHOWN
         more = f" and {num_more} more" if num_more > 0 else ""
-        num = counted(len(problems) - 1, "other file")
-        first.advise(f"nothing can be made of {num} either: {', '.join(others)}{more}")
-    raise first
+        num = counted(len(unusable) - 1, "other file")
+        error.advise(f"nothing can be made of {num} either: {', '.join(others)}{more}")
+    raise error
+
+
+class _Unusable(NamedTuple):
+    """A file of which nothing can be made."""
+
+    file: InputFile
+    look: Look
+    problem: BadInput
+
+
+def _seen_in_tables(input_dir: Path, unusable: Sequence[_Unusable], options: PlanOptions) -> list[_Unusable]:
+    """Find the field of the text in tables without the column that was asked for, once for equal columns."""
+    found: dict[str | None, tuple[str, ...]] = {}  # columns -> flags that take the text
+    seen: list[_Unusable] = []
+    for item, look, error in unusable:
+        columns = error.expected
+        if isinstance(error, NoColumn) and columns not in found and len(found) < _NUM_FILES_SHOWN:
+            records = first_records(input_dir, item, options)
+            error = problem_of_fields(input_dir / item.path, records, options) or error
+            found[columns] = flags_of(error)
+        flags = found.get(columns, look.flags)
+        seen.append(_Unusable(item, look._replace(flags=flags), error))
+    return seen
 
 
 def lines_about(looks: Sequence[tuple[str, InputKind, Look]], options: PlanOptions) -> Iterator[str]:
     """Yield what is to be told about all files: encodings, fields, and files unlike their neighbours."""
     by_encoding: dict[str, list[str]] = {}
-    by_field: dict[str, list[str]] = {}
     by_names: dict[str, Counter[frozenset[str]]] = {}
     for name, kind, look in looks:
         if look.seen_encoding:
             by_encoding.setdefault(encodings.shown(look.seen_encoding), []).append(name)
-        if look.field:
-            by_field.setdefault(look.field, []).append(name)
         if look.names:
             by_names.setdefault(kind.format.suffixes[0], Counter())[look.names] += 1
-    for what, names_by in (("encodings", by_encoding), ("fields of the text", by_field)):
-        if len(names_by) > 1:
-            yield f"{what}: {'; '.join(_with_example(key, some) for key, some in names_by.items())}"
+    if len(by_encoding) > 1:
+        yield f"encodings: {'; '.join(_with_example(key, some) for key, some in by_encoding.items())}"
     unclear = [*by_encoding.get(UNCLEAR, ())]
     if options.encoding in (encodings.UTF_8, encodings.UTF_8_WITH_MARK):
         unclear += by_encoding.get(encodings.shown(encodings.CP949), ())

@@ -160,10 +160,10 @@ def make_plan(
         if line:
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos):
-            todo = "add --append_eos, or train with seq_len=, which puts EOS after each document"
+            todo = "--append_eos adds it"
             if resolved.spec.eos_token_id is None:
-                todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
-            say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
+                todo = "name eos_token in the tokenizer_config.json of a copy"
+            say(f"note: documents end without EOS; {todo}")
         engine = engine if plan.options.add_special_tokens else engine.bare()
         lookup = None if excluded is None or config.exclude is None else Lookup(excluded, config.exclude)
         estimate = measure(plan, engine, transform, lookup)

@@ -14,10 +14,12 @@ from preprocess.read import documents, formats
 from preprocess.read.documents import DocumentBatch
 from preprocess.read.fields import text_fields_of
 from preprocess.read.inputs import OpenInput
+from preprocess.read.text_fields import RecordFields
 from preprocess.read.transform import Transform
 from shardprep.format.plan import Cut, InputFile, Plan, ranges_between
 from shardprep.format.plan_options import PlanOptions
 
+_FIRST_BYTES = 256 << 10  # of a file, that are looked at as records
 _GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
 
 
@@ -76,6 +78,13 @@ def sample_documents(
                 taken += sum(map(len, batch.texts)) + len(batch.bad) * formats.SHORT_LINE_BYTES
                 if taken >= allowed:
                     break
+
+
+def first_records(input_dir: Path, item: InputFile, options: PlanOptions) -> list[Any]:
+    """Return records from the beginning of an input."""
+    byte_range = next(ranges_between(input_dir, [item], Cut(0, 0), Cut(1, 0)))
+    batch = next(documents.read_records([byte_range], RecordFields(options), _FIRST_BYTES), None)
+    return list(batch.columns.get("record", ())) if batch else []
 
 
 NUM_PLACES = 8  # of a sample

@@ -28,7 +28,7 @@ from preprocess.read.table_values import (
     same_value,
     stored_type,
 )
-from preprocess.read.text_fields import FieldPath, JsonValue, TextFields, UnusableText
+from preprocess.read.text_fields import FieldPath, JsonValue, NoColumn, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 
 # With libc's memory pool a task takes 24 MB less than with pyarrow's own, and the same CPU time.
@@ -129,11 +129,13 @@ def fields_in(file: OpenInput, schema: ArrowSchema, fields: TextFields) -> TextF
         name = ".".join(path)
         is_text = path == fields.text_paths[0] or (path in fields.text_paths and not is_chat)
         problem = expected = ""
+        kind = BadInput
         if len(found) > 1:
             shown = ", ".join(" > ".join(place) for place, _ in found)
             problem = f"{len(found)} columns or fields that {name} may mean ({shown})"
             expected = "one"
         elif is_text and not found and (lacks_all or not (is_chat or fields.is_first_of)):
+            kind = NoColumn
             problem = f"no column {name}"
             expected = f"one of {', '.join(schema.names)}"
         elif is_text and found and not _can_be_text(found[0][1], is_chat=is_chat):
@@ -141,7 +143,7 @@ def fields_in(file: OpenInput, schema: ArrowSchema, fields: TextFields) -> TextF
             expected = "lists of messages, or JSON" if is_chat else "strings"
         if problem:
             expected += "; choose another --text_field, or move the file away, and plan again"
-            raise BadInput(path=file.path, found=problem, expected=expected)
+            raise kind(path=file.path, found=problem, expected=expected)
         if found:
             places[path] = found[0][0]
     return fields.at(places)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from shardprep.errors import UsageError
+from shardprep.errors import BadInput, UsageError
 from shardprep.format.choices import choices_for
 from shardprep.format.plan_options import PlanOptions
 
@@ -40,6 +40,10 @@ MISSING = object()  # the value of a field that a record does not have
 
 def too_long(what: str) -> UnusableText:
     return UnusableText("too_long", f"{what} has more than {MOST_DOCUMENT_BYTES} bytes")
+
+
+class NoColumn(BadInput):
+    """A table has no column for the text."""
 
 
 class TextFields:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.input_writers import table_bytes
-from tests.world import World
+from tests.world import Ended, World
 
 KOREAN = ["바닷가 마을의 겨울은 길다.", "도서관 창가 자리에서 책을 읽는다.", "오늘은 비가 오고 바람이 분다."]
 ENGLISH = ["The kettle sings.", "Nobody is listening.", "Red, green and blue."]
@@ -30,6 +33,12 @@ WRONG: dict[str, tuple[str, bytes, list[str]]] = {
         b'{"id": 1, "content": "a text"}\n' * 9,
         ["id, content", "--text_field content"],
     ),
+    "texts in a list": (
+        "w.jsonl",
+        b'{"id": "of a", "files": [{"code": "def f(): return 1"}, {"code": "x = 2"}]}\n' * 9,
+        ["--transform FILE", "record['files']"],
+    ),
+    "addresses alone": ("w.jsonl", b'{"id": "a3", "url": "http://a.org/b"}\n' * 9, ["--text_field NAME"]),
     "no field": ("w.jsonl", b'{"text": 7}\n' * 9, ["w.jsonl", "a string"]),
     "CP949": ("w.txt", "\n".join(KOREAN * 3).encode("cp949"), ["CP949", "--encoding auto"]),
     "JSON in CP949": (
@@ -66,6 +75,48 @@ def test_a_file_in_utf_8_that_is_planned_as_cp949_is_refused_as_what_it_is(tmp_p
     ):
         world = World(tmp_path / name).raw({name: f"{text}\n" * 9})
         world.try_plan(encoding="cp949", dry_run=True).ends(65, name, "--encoding utf-8")
+
+
+def remedy_of(ended: Ended) -> str:
+    """Return what an error says to type."""
+    assert ended.error is not None
+    assert ended.error.remedy is not None
+    return ended.error.remedy
+
+
+def test_flags_for_all_files_are_told_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({
+        "a.jsonl": [{"text": "a right one"}],
+        "b.jsonl": [{"TEXT": "in upper case", "id": 1}],
+        "c.parquet": table_bytes({"content": ["of a table", "and another"], "id": ["x", "y"]}, "parquet"),
+        "d.csv": "no,body\n1,of a row\n",
+        "e.txt": "\n".join(KOREAN * 3).encode("cp949"),
+    })  # fmt: skip
+    refused = world.try_plan(dry_run=True).ends(65, "b.jsonl", "c.parquet", "d.csv", "e.txt")
+    remedy = remedy_of(refused)
+    ended = world.main("plan", *world.words_of_plan(num_shards=1), *shlex.split(remedy))
+    ended.ends(0, "TEXT 1", "content 2", "body 1", "text 1")
+    world.run(0)
+    others = ["a right one", "in upper case", "of a table", "and another", "of a row"]
+    assert sorted(world.texts()) == sorted(others + KOREAN * 3)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "cp949"])
+def test_one_command_makes_lines_of_all_objects(tmp_path: Path, encoding: str) -> None:
+    if not shutil.which("jq"):
+        pytest.skip("jq is not installed")
+    texts = [f"{text} {number}" for number, text in enumerate(KOREAN * 4)]
+    files: dict[str, Any] = {"a.txt": "right"}
+    for number in range(6):
+        records = [{"text": text} for text in texts[2 * number : 2 * number + 2]]
+        content = json.dumps({"name": "a", "data": records}, ensure_ascii=False, indent=2)
+        files[f"it's here/{number}.json"] = content.encode(encoding)
+    world = World(tmp_path).raw(files)
+    refused = world.try_plan(recursive=True).ends(65, "0.json", "5.json")
+    subprocess.run(["bash", "-c", remedy_of(refused)], check=True)
+    world.plan(num_shards=1, recursive=True).run()
+    assert world.texts() == ["right", *texts]
 
 
 @pytest.mark.parametrize("seed", range(30))

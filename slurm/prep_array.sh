@@ -15,7 +15,7 @@
 #   SHARDPREP_SRUN_ARGS   more options of srun, split at blanks: --container-image=... (pyxis)
 #   SHARDPREP_EXEC        a command to put before the interpreter, split at blanks: apptainer exec image.sif
 #
-# The exit code is the worker's (docs/reference.md): 0 done, 75 stopped, run it again. If tasks fail, type the same
+# The exit code is the worker's (docs/commands.md): 0 done, 75 stopped, run it again. If tasks fail, type the same
 # line again: it makes only the missing shards. The script never requeues itself.
 #
 # `shardprep submit DATA` sends this script with another head; --dry_run prints it.

@@ -21,7 +21,7 @@ from shardprep.format.choices import AUTO, parsed_choices
 from shardprep.format.spec import Record, TokenFormat
 from shardprep.option import option
 
-# How the assistant's tokens are found from its characters; see docs/training_data.md.
+# How the assistant's tokens are found from its characters; see docs/conversations.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 
 

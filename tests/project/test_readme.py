@@ -110,6 +110,7 @@ def test_the_exit_codes_of_the_page_of_commands_are_those_of_the_errors() -> Non
     assert errors.EXIT_CODES.keys() == {0, *kinds}
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     shown = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}
+    assert "`doctor`" in shown.pop(1), "no error has this code"
     assert shown == errors.EXIT_CODES
 
 
@@ -183,6 +184,26 @@ def test_every_link_command_flag_and_module_that_a_page_names_exists(page: Path)
             assert set(FLAG.findall(bare)) <= every | {"--version"}, f"`{span}`"
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w/.]+", span):
             assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span
+
+
+def test_every_file_and_section_that_scripts_and_code_point_to_exists() -> None:
+    files = [path for folder in FOLDERS if folder != "tests" for path in (ROOT / folder).rglob("*.*")]
+    files = [path for path in files if path.suffix in (".py", ".sh", ".j2", ".jinja")]
+    files += [ROOT / "Makefile", *(ROOT / ".ci").iterdir(), *(ROOT / "examples").glob("*")]
+    num_found = 0
+    for path in dict.fromkeys(file for file in files if file.is_file()):
+        text = re.sub(r"\s+(?:# )?", " ", path.read_text(encoding="utf-8"))
+        for name, section in re.findall(
+            r"((?:docs|examples|benchmarks)/[\w/-]+\.\w+)(?:, \"([^\"]+)\")?", text
+        ):
+            assert (ROOT / name).exists(), f"{path} names {name}"
+            if section:
+                heading = rf"^#+ (An? )?{re.escape(section)}$"
+                assert re.search(heading, (ROOT / name).read_text("utf-8"), re.MULTILINE | re.IGNORECASE), (
+                    path
+                )
+            num_found += 1
+    assert num_found > 20
 
 
 @pytest.mark.parametrize("name", ["preprocess_speed", "loader_speed"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from loader.batch.batches import Collate, Targets
 from loader.batch.fields import Boundary
@@ -16,7 +16,7 @@ from loader.read.shards import SplitName
 from shardprep.errors import UsageError
 
 Padding = Literal["longest", "max_length"]
-_Check: TypeAlias = Callable[[str, Any], Any]  # (name, value) -> the value to use; raises UsageError
+_Check: TypeAlias = Callable[[str, object], object]  # (name, value) -> the value to use; raises UsageError
 
 
 def _at_least(least: int) -> _Check:
@@ -25,7 +25,7 @@ def _at_least(least: int) -> _Check:
 
 
 def _one_of(*choices: object) -> _Check:
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> object:
         if value not in choices:
             raise UsageError.of_value(name, value, " or ".join(map(repr, choices)))
         return value
@@ -33,12 +33,12 @@ def _one_of(*choices: object) -> _Check:
     return check
 
 
-def _true_or_false(name: str, value: Any) -> bool:
+def _true_or_false(name: str, value: object) -> bool:
     return bool(_one_of(True, False)(name, value))
 
 
 def _path(expected: str) -> _Check:
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> object:
         if not isinstance(value, (str, os.PathLike)):
             raise UsageError.of_value(name, value, expected)
         return value
@@ -46,7 +46,7 @@ def _path(expected: str) -> _Check:
     return check
 
 
-def _function_of_samples(name: str, value: Any) -> Any:
+def _function_of_samples(name: str, value: object) -> object:
     if not callable(value):
         raise UsageError.of_value(name, value, "a function of a list of samples")
     return value
@@ -56,7 +56,7 @@ def _or_none(check: _Check) -> _Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _where_it_is_used(_: str, value: Any) -> Any:
+def _where_it_is_used(_: str, value: object) -> object:
     """Return the value. The part of the loader that uses it checks it."""
     return value
 

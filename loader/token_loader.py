@@ -40,7 +40,7 @@ class _Step:
     """This rank's part of the newest global batch."""
 
     num_batches: int
-    labels: list[Any]  # of each batch
+    labels: list[torch.Tensor | None]  # of each batch; None: a collate_fn gave none
     labels_per_rank: torch.Tensor | None = None  # computed by the first call
 
 
@@ -59,7 +59,7 @@ class Progress:
         return self.delivered if self.trained is None else self.trained
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse(*_: object) -> NoReturn:
     found = "a TokenLoader used as a data set (StatefulDataLoader, Trainer, accelerate's skip_first_batches)"
     expected = "a loop over the loader and its state_dict(), or loader.trainer.LoaderMixin for Trainer"
     raise UsageError(found=found, expected=expected)
@@ -184,7 +184,9 @@ class TokenLoader(DataLoader[Batch]):
         """Return the number of this rank's batches in the newest global batch."""
         return self._step.num_batches
 
-    def labels_per_rank(self, device: torch.device | str = "cpu", group: Any = None) -> torch.Tensor:
+    def labels_per_rank(
+        self, device: torch.device | str = "cpu", group: torch.distributed.ProcessGroup | None = None
+    ) -> torch.Tensor:
         """Return the number of labels in the newest global batch, divided by the number of ranks: float32[].
 
         A sum of losses divided by it is the mean over all labels of the global batch, on any number of ranks
@@ -200,7 +202,8 @@ class TokenLoader(DataLoader[Batch]):
         step = self._step
         if step.labels_per_rank is not None:
             return step.labels_per_rank
-        if not step.labels or any(labels is None for labels in step.labels):
+        labels = [each for each in step.labels if each is not None]
+        if not labels or len(labels) < len(step.labels):
             raise UsageError(found="labels_per_rank without a batch", expected="a newest batch with labels")
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         world_size = self.process_rank.world_size
@@ -208,7 +211,8 @@ class TokenLoader(DataLoader[Batch]):
             found = f"labels_per_rank on {world_size} ranks without a process group"
             raise UsageError(found=found, expected="torch.distributed.init_process_group before it")
         first = 0 if self.step_batches.shifts_targets else 1  # a model that shifts labels ignores the first
-        num_labels = sum((labels[:, first:] != IGNORED).sum() for labels in step.labels).to(device)
+        counts = [(each[:, first:] != IGNORED).sum() for each in labels]
+        num_labels = torch.stack(counts).sum().to(device)
         num_ranks = 1
         if is_distributed:
             torch.distributed.all_reduce(num_labels, group=group)
@@ -341,7 +345,7 @@ class TokenLoader(DataLoader[Batch]):
             f"step {step - run.first_step(epoch)} of {run.steps_in(epoch)}, {self.num_workers} workers)"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         names = ("samples", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         options = {name: getattr(self, name) for name in names} | self._worker_options
         make = partial(type(self), self._plan, amend=self.can_amend, **options)
@@ -400,7 +404,7 @@ class TokenLoader(DataLoader[Batch]):
             raise UsageError.of_value("step", number, f"at least {least}, where set_epoch left an epoch")
         return self._state_at(Position(number + num_left))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next ``iter()`` continue after a saved state. Reads no data.
 
         A loader made with ``amend=True`` accepts a state with other weights, sources or sizes, and logs the
@@ -412,7 +416,7 @@ class TokenLoader(DataLoader[Batch]):
         if self.process_rank.rank == 0 and resumed.border is not None:
             logger.warning(f"the run is amended from step {resumed.border} on:\n{self.describe()}")
 
-    def load_run(self, state: Mapping[str, Any]) -> None:
+    def load_run(self, state: Mapping[str, object]) -> None:
         """Continue the run of a state, whatever weights and sizes this loader was given.
 
         To look at a run, as ``shardprep where`` does: nothing is amended. The next ``iter()`` begins with the

@@ -14,12 +14,13 @@ import torch
 
 from loader.batch.fields import BatchEdges, Maker, makers_of
 from loader.read.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
+from loader.read.tokenizer import SpecialTokens
 from shardprep.errors import UsageError
 from shardprep.format.spec import BLANK
 
 logger = logging.getLogger(__name__)
-Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample
-Collate = Callable[[list[Any]], Any]
+Lengths = Integers  # [batch]: tokens of each sample
+Collate = Callable[[list[Any]], object]  # samples -> the batch to deliver
 Targets = Literal["same", "shifted"]
 
 PAD_TOKEN = "<|finetune_right_pad_id|>"  # of Llama 3.1 and later
@@ -45,7 +46,7 @@ class Batch(dict[str, torch.Tensor]):
     def __missing__(self, name: object) -> NoReturn:
         raise KeyError(f"the batch has {', '.join(self)}, but no {name}")
 
-    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
         """Move all tensors to a device, and return the same batch, like BatchEncoding's ``to``."""
         for name, value in self.items():
             if hasattr(value, "to"):
@@ -62,10 +63,11 @@ class PadToken:
     reason: str
 
 
-def choose_pad_token(tokenizer: Any) -> PadToken:
+def choose_pad_token(tokenizer: SpecialTokens) -> PadToken:
     """Return the tokenizer's pad token, else Llama's, else the first reserved token, else EOS."""
     added = tokenizer.get_added_vocab()
-    reserved = min((token for token in added if _RESERVED.fullmatch(token)), key=added.get, default="")
+    names = [token for token in added if _RESERVED.fullmatch(token)]
+    reserved = min(names, key=lambda token: added[token], default="")
     why_eos = "EOS, as there is no other; the attention mask distinguishes it from a real EOS"
     for token, token_id, reason in (
         (tokenizer.pad_token, tokenizer.pad_token_id, "the tokenizer's own pad token"),
@@ -73,7 +75,7 @@ def choose_pad_token(tokenizer: Any) -> PadToken:
         (reserved, added.get(reserved), "the first reserved token, which no text contains"),
         (tokenizer.eos_token, tokenizer.eos_token_id, why_eos),
     ):
-        if token_id is not None:
+        if token is not None and token_id is not None:
             return PadToken(token=token, token_id=token_id, reason=reason)
     raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
 
@@ -156,7 +158,7 @@ def keep_an_attended_place(attention_mask: torch.Tensor) -> None:
 
 def padded_batches(
     collate_fn: Collate | None,
-    tokenizer: Any,
+    tokenizer: SpecialTokens,
     *,
     pad_to_multiple_of: int | None,
     pad_to_length: int | None,
@@ -300,7 +302,7 @@ class StepBatches:
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # with one, transformers would ignore the boundaries
 
-    def _collated(self, batch: Batch, lengths: Lengths | None) -> Any:
+    def _collated(self, batch: Batch, lengths: Lengths | None) -> object:
         """Return ``collate_fn``'s batch. Samples have ``labels`` only if masks or blanks may remove some."""
         ids = batch["input_ids"].numpy()
         labels = batch["labels"].numpy()
@@ -312,7 +314,7 @@ class StepBatches:
         assert self.collate_fn is not None
         return self.collate_fn(samples)
 
-    def _warn_of_no_labels(self, batch: Any) -> None:
+    def _warn_of_no_labels(self, batch: object) -> None:
         """Log a warning, once per loader, for a batch without any label."""
         labels = _tensor_of(batch, "labels")
         if labels is None or labels.ndim != 2:
@@ -325,7 +327,7 @@ class StepBatches:
             logger.warning(f"{problem}. A mean over its labels is NaN: divide a sum by at least 1")
 
 
-def ignore_fillers(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
+def ignore_fillers(batch: object, is_filler: npt.NDArray[np.bool_]) -> None:
     """Set the labels of rows that repeat a sample to -100, so that they do not count."""
     labels = _tensor_of(batch, "labels")
     if labels is None or len(labels) != len(is_filler):
@@ -335,7 +337,7 @@ def ignore_fillers(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
     labels[torch.from_numpy(is_filler)] = IGNORED
 
 
-def _tensor_of(batch: Any, name: str) -> torch.Tensor | None:
+def _tensor_of(batch: object, name: str) -> torch.Tensor | None:
     """Return a tensor of a batch, or None: the batch of a collate_fn may be of any type."""
     found = batch.get(name) if hasattr(batch, "get") else None
     return found if isinstance(found, torch.Tensor) else None

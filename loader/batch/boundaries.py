@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -16,8 +15,9 @@ logger = logging.getLogger(__name__)
 
 def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]:
     """Return the names as a tuple. Raises UsageError for an unknown one."""
-    is_one = isinstance(boundaries, str) or not isinstance(boundaries, Iterable)
-    names: tuple[Any, ...] = (boundaries,) if is_one else tuple(boundaries)
+    if isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
+        boundaries = (boundaries,)
+    names: tuple[str, ...] = tuple(boundaries)
     known = known_boundaries()
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -28,7 +28,7 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     return names
 
 
-def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+def document_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Number the documents of the whole batch from 0: int64[batch, seq]. Known padding is -1."""
     starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     segments = batch.get("segment_ids")

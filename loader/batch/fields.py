@@ -142,7 +142,7 @@ def field_of(name: str) -> Field:
     return FIELDS.get(name, _OF_THE_USER)
 
 
-def moves_by_token(name: str, value: Any, shape: torch.Size) -> bool:
+def moves_by_token(name: str, value: object, shape: torch.Size) -> bool:
     """Return whether a field has a value per token of a batch of this shape, which can move with it."""
     return field_of(name).moves == "tokens" and isinstance(value, torch.Tensor) and value.shape == shape
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import numpy as np
 
 from loader.order.mixture import Round, Run, Source
 from loader.read.chunks import ORIGIN, Chunk, Ragged, Window
 from loader.read.reading import ShardReader
+from loader.read.samples import Samples
 
 
 class RunReader:
     """Reads the ticks of a run for some of its slots. Shards stay open until ``close``."""
 
-    def __init__(self, run: Run, samples: Mapping[str, Any], slots: range) -> None:
+    def __init__(self, run: Run, samples: Mapping[str, Samples], slots: range) -> None:
         self._run = run
         self._slots = slots
         # By number. The run has dropped a source without samples: resume_run refuses one that is still read.
@@ -106,7 +106,7 @@ class RunReader:
 class _SourceReader:
     """Reads the ticks of one source, window by window."""
 
-    def __init__(self, source: Source, samples: Any, number: int, slots: range) -> None:
+    def __init__(self, source: Source, samples: Samples, number: int, slots: range) -> None:
         self._order = source.order
         self._samples = samples
         self._number = number

@@ -182,7 +182,7 @@ class Run:
         return int(self.settings.get("seq_len", 0))
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return the settings that determine the order, besides sources and stages."""
         return {
             "order_version": ORDER_VERSION,

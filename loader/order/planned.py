@@ -78,7 +78,7 @@ def make_run(
     seed: int,
     shuffle: bool,
     keeps_tail: bool,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> Run:
     """Return the run that the arguments describe. ``settings``: as of Run. Raises UsageError."""
     is_mixture = weights is not None

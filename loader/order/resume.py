@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loader.order.amendment import amended, last_amended, with_amended_mark
 from loader.order.checks import check_batch
@@ -38,7 +38,7 @@ class Resumed(NamedTuple):
 
 
 def resume_run(
-    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, current: Run, amend: bool
+    plan: Run, state: Mapping[str, object], layout: Mapping[str, int], *, current: Run, amend: bool
 ) -> Resumed:
     """Resume a loader with a plan from a state, or raise an error that names the difference.
 
@@ -91,7 +91,7 @@ def resume_run(
     return Resumed(run, position, skips, border)
 
 
-def run_as_saved(data: Run, state: Mapping[str, Any], layout: Mapping[str, int]) -> Resumed:
+def run_as_saved(data: Run, state: Mapping[str, object], layout: Mapping[str, int]) -> Resumed:
     """Return the run of a state at the beginning of its step, if ``data`` has the samples that it reads.
 
     Stages and sizes of ``data`` do not count. Raises an error for other data or another order.

@@ -66,7 +66,7 @@ class SavedState:
     tick_samples: _Number
     sources: Annotated[list[_SourceRow], Meta(min_length=1)]
     stages: Annotated[list[_StageRow], Meta(min_length=1)]
-    fingerprint: dict[str, Any]
+    fingerprint: dict[str, object]
 
 
 def state_of(
@@ -77,7 +77,9 @@ def state_of(
     All states have the same keys, and no dicts in lists, as torch.distributed.checkpoint requires.
     """
     epoch = run.epoch_of(position.step)
-    sources = [[*row, skips.delivered.get(row[0], 0)] for row in _source_rows(run)]
+    sources = []
+    for source, row in zip(run.sources, _source_rows(run), strict=True):
+        sources.append([*row, skips.delivered.get(source.name, 0)])
     state = {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
@@ -96,7 +98,7 @@ def state_of(
     return {**state, "checksum": checksum_of(state)}
 
 
-def _source_rows(run: Run) -> list[list[Any]]:
+def _source_rows(run: Run) -> list[list[object]]:
     """Return the sources as lists of plain values, without the samples that were delivered."""
     rows = []
     for source in run.sources:
@@ -105,8 +107,8 @@ def _source_rows(run: Run) -> list[list[Any]]:
     return rows
 
 
-def _stage_rows(run: Run) -> list[list[Any]]:
-    rows = []
+def _stage_rows(run: Run) -> list[list[object]]:
+    rows: list[list[object]] = []
     for stage in run.stages:
         shares = list(run.shares(stage.weights)) if stage.begins_round else None
         rows.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
@@ -120,7 +122,7 @@ def is_same_run(one: Run, other: Run) -> bool:
     return _source_rows(one) == _source_rows(other) and _stage_rows(one) == _stage_rows(other)
 
 
-def checksum_of(state: Mapping[str, Any]) -> str:
+def checksum_of(state: Mapping[str, object]) -> str:
     """Return the checksum of a state's values, 16 hex digits. Raises TypeError if they are not plain."""
     names = ["format", "version", *SavedState.__annotations__]
     known = {name: state[name] for name in names if name in state}
@@ -132,7 +134,7 @@ def skips_of(saved: SavedState) -> Skips:
     return Skips(saved.num_left, saved.since, delivered)
 
 
-def read_state(state: Mapping[str, Any]) -> SavedState:
+def read_state(state: Mapping[str, object]) -> SavedState:
     """Check a state and return its values. Raises UsageError, BrokenShard or UnknownVersion."""
     if not isinstance(state, Mapping):
         found = f"the state is {state!r:.80}"

@@ -67,7 +67,7 @@ class Ragged:
             stacked.put(slice(end - len(part.counts), end), part)
         return stacked
 
-    def put(self, places: Any, other: Ragged) -> None:
+    def put(self, places: slice | tuple[Integers, Integers], other: Ragged) -> None:
         """Set the samples at some places to those of another chunk, without copying them."""
         self.flat_of[places] = len(self.flats) + other.flat_of
         self.begins[places] = other.begins
@@ -101,7 +101,7 @@ class Ragged:
             found = self._gathered((slice(first, end), tick))
         return found.reshape(-1, self.width) if self.width else found
 
-    def _gathered(self, places: Any) -> Integers:
+    def _gathered(self, places: tuple[slice, slice | int]) -> Integers:
         """Return the numbers of the samples at some places, one after another, tick by tick."""
         flat_of, begins, counts = (each[places].T for each in (self.flat_of, self.begins, self.counts))
         if self.width and len(self.flats) == 1:

@@ -42,7 +42,11 @@ _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
 
 def find_sources(
-    sources: Mapping[str, InputShards], *, cache_dir: Any, count_tokens: bool, split: SplitName | None
+    sources: Mapping[str, InputShards],
+    *,
+    cache_dir: str | os.PathLike[str] | None,
+    count_tokens: bool,
+    split: SplitName | None,
 ) -> dict[str, ShardSet]:
     """Find the shards of each named source. ``count_tokens``: read tars without an idx once, completely."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
@@ -67,7 +71,7 @@ def is_named_validation(input_shards: object) -> bool:
     return isinstance(input_shards, Mapping) and [*input_shards] == [VALIDATION]
 
 
-def _find_paths(input_shards: InputShards, cache_dir: Any) -> list[str]:
+def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None) -> list[str]:
     """Return absolute paths in the order given, with patterns expanded. 100,000 paths take 0.4 s."""
     named: Any = input_shards
     if isinstance(named, (str, bytes, os.PathLike)) or not isinstance(named, Iterable):

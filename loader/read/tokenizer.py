@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import orjson
 
@@ -29,11 +29,26 @@ from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
 from shardprep.format.spec import TokenizerSpec, fingerprint_of
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "meta-llama/Meta-Llama-3-8B"  # whose tokenizer made tars that name none
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MAX_FILE_BYTES = 256 << 20  # the largest known tokenizers take 40 MB
+
+
+class SpecialTokens(Protocol):
+    """What batches need of a tokenizer: ``LoaderTokenizer``, or transformers' object."""
+
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token: str | None
+    pad_token_id: int | None
+
+    def get_added_vocab(self) -> Mapping[str, int]: ...
 
 
 @dataclass(kw_only=True)
@@ -47,12 +62,12 @@ class LoaderTokenizer:
     added_vocab: Mapping[str, int]
     fingerprint: str  # of the tokenizer that made the ids
     vocab_size: int  # including added tokens
-    given: Any = None  # transformers' object; None: load it from ``own``
+    given: PreTrainedTokenizerBase | None = None  # None: load it from ``own``
     own: tuple[DataFolder, TokenizerSpec] | None = None  # the data set's copy
     pads_with: str | None = None  # token that becomes the pad token of ``loaded``
 
     @staticmethod
-    def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
+    def of_loaded(tokenizer: PreTrainedTokenizerBase, fingerprint: str | None = None) -> LoaderTokenizer:
         """Describe a tokenizer that transformers loaded. ``fingerprint``: of the manifests, if known."""
         names = ("eos_token", "eos_token_id", "pad_token", "pad_token_id")
         return LoaderTokenizer(
@@ -68,9 +83,10 @@ class LoaderTokenizer:
         return self.added_vocab
 
     @cached_property
-    def loaded(self) -> Any:
+    def loaded(self) -> PreTrainedTokenizerBase:
         """Return transformers' tokenizer object. Raises OtherTokenizer, NotFound or ReadWriteError."""
         tokenizer = _load_own(*self.own) if self.own else self.given
+        assert tokenizer is not None
         if self.pads_with is not None:
             tokenizer.pad_token = self.pads_with
         return tokenizer
@@ -168,7 +184,7 @@ def _own_content(folder: DataFolder, name: str) -> bytes | None:
         return None
 
 
-def _load_own(folder: DataFolder, spec: TokenizerSpec) -> Any:
+def _load_own(folder: DataFolder, spec: TokenizerSpec) -> PreTrainedTokenizerBase:
     """Load a data set's tokenizer and compare it with the manifests, as transformers reports no damage."""
     # transformers would follow links and wait for a FIFO, so it gets copies of regular files.
     with (
@@ -200,7 +216,7 @@ def _copy_small_files(folder: DataFolder, subfolder: str, target: Path) -> None:
             (target / place).write_bytes(folder.read(place, max_bytes=_MAX_FILE_BYTES))
 
 
-def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
+def _check_same(dataset: DatasetShards, model_id: str, given: PreTrainedTokenizerBase) -> None:
     fingerprint = _fingerprint(given)
     own = dataset.spec.tokenizer
     if fingerprint != own.fingerprint:
@@ -209,7 +225,7 @@ def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
         raise OtherTokenizer(path=dataset.folder, found=found, expected=expected)
 
 
-def _fingerprint(tokenizer: Any) -> str:
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return "of a slow tokenizer" if backend is None else fingerprint_of(json.loads(backend.to_str()))
 
@@ -222,21 +238,20 @@ def check_loads(folder: Path) -> None:
         ForeignTokenizer(content, str(path))
 
 
-def limited_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+def limited_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Return the ``decode`` of transformers' tokenizer, or one within limits if its cost is not bounded."""
     content = tokenizer.backend_tokenizer.to_str().encode()
     if has_bounded_cost(content):
-        decode: Callable[[list[int]], str] = tokenizer.decode
-        return decode
+        return tokenizer.decode  # type: ignore[return-value]  # a text, as the ids are of one
     limited = ForeignTokenizer(content, tokenizer.name_or_path)
     return lambda ids: str(limited.call(_decode, ids))
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer by transformers from a folder, or by its name on the hub."""
     from transformers import AutoTokenizer
 

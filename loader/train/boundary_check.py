@@ -5,11 +5,11 @@ In transformers a 2-D ``attention_mask`` or a cache makes a model ignore ``posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
 from math import comb
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from loader.batch.fields import inputs_of
 from loader.train.document_masks import masks_of_transformers, unwrapped
 from shardprep.errors import Refused, UsageError
 
+Model: TypeAlias = Callable[..., Any]  # a torch module, or a function that returns logits
 # How far logits may move, as a part of their standard deviation. Without a leak they repeat exactly, except
 # with experts: if other tokens change, their matrices have other sizes, and bfloat16 rounds by percents.
 NOISE = 1e-4
@@ -30,7 +31,7 @@ _ONE_TOKEN = "each document of the batch has one token, which has none before it
 _NOTHING_BEFORE = "no token's logits depend on the tokens before it; check again after the first steps"
 
 
-def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | None = None) -> None:
+def check_boundaries(model: Model, batch: Mapping[str, Any], *, noise: float | None = None) -> None:
     """Raise Refused (exit code 78) if a document of a packed batch changes the logits of another document.
 
         check_boundaries(model, loader.peek().to(device))
@@ -67,7 +68,12 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
         raise UsageError(f"the boundaries could not be checked: {reason}", found=reason)
 
 
-def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents: Any = None) -> str:
+def why_unchecked(
+    model: Model,
+    batch: Mapping[str, Any],
+    noise: float | None = None,
+    documents: Mapping[str, Any] | None = None,
+) -> str:
     """Do the work of ``check_boundaries``. Returns why no rank could check anything, or "" after a check.
 
     ``documents``: the batch with the document boundaries, if ``batch`` has none.
@@ -116,7 +122,7 @@ def why_unchecked(model: Any, batch: Any, noise: float | None = None, documents:
         before = _some_logits(model, fields)
         spread = before.std(-1).clamp_min(torch.finfo(before.dtype).tiny)
 
-        def moved_by(**changed: Any) -> torch.Tensor:
+        def moved_by(**changed: object) -> torch.Tensor:
             return (_some_logits(model, {**fields, **changed}) - before).abs().amax(-1) / spread
 
         for changes in _changed_documents(num_documents):
@@ -182,7 +188,7 @@ def _changed_documents(num_documents: int) -> npt.NDArray[np.bool_]:
     return changes
 
 
-def _check_vocabulary(model: Any, largest_id: int) -> None:
+def _check_vocabulary(model: Model, largest_id: int) -> None:
     """Raise UsageError if the model has no embedding of an id, which torch reports as an IndexError."""
     if not hasattr(model, "get_input_embeddings"):
         return
@@ -195,7 +201,7 @@ def _check_vocabulary(model: Any, largest_id: int) -> None:
 
 
 @contextmanager
-def _evaluated(model: Any) -> Iterator[None]:
+def _evaluated(model: Model) -> Iterator[None]:
     """Disable gradients and dropout, and restore the training mode of each module at the end."""
     modes = [(part, part.training) for part in model.modules()] if isinstance(model, torch.nn.Module) else []
     try:
@@ -208,7 +214,7 @@ def _evaluated(model: Any) -> Iterator[None]:
             part.training = mode
 
 
-def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+def _some_logits(model: Model, batch: Mapping[str, Any]) -> torch.Tensor:
     """Return every n-th logit, float32[batch, seq, at most 1023], since all of them take gigabytes."""
     device = batch["input_ids"].device
     is_cpu = device.type == "cpu"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
+def sdpa_mask(batch: Mapping[str, torch.Tensor], *, window: int | None = None) -> torch.Tensor:
     """Return the causal mask inside documents, bool[batch, 1, seq, seq]: True where a query sees a key.
 
     For a model of your own and a batch with ``segment_ids``. The mask is on the batch's device and takes
@@ -29,7 +29,7 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
     return sees(row, row, places[:, None], places)
 
 
-def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockMask:
+def block_mask(batch: Mapping[str, torch.Tensor], *, window: int | None = None) -> BlockMask:
     """Return the mask of ``sdpa_mask`` as a BlockMask for ``flex_attention``.
 
     It takes a few bytes per 128 x 128 places. Raises UsageError without segment_ids.
@@ -42,7 +42,7 @@ def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockM
     return create_block_mask(sees, num_rows, None, seq_len, seq_len, device=str(segments.device))
 
 
-def _mask_function(batch: Mapping[str, Any], window: int | None) -> Callable[..., torch.Tensor]:
+def _mask_function(batch: Mapping[str, torch.Tensor], window: int | None) -> Callable[..., torch.Tensor]:
     segments = batch.get("segment_ids")
     if not isinstance(segments, torch.Tensor):
         expected = 'segment_ids; make the loader with boundaries="segment_ids"'
@@ -73,7 +73,9 @@ def mask_documents(model: Any) -> RemovableHandle:
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise UsageError(f"the model is a {type(model).__name__}, expected a transformers model")
 
-    def add_mask(_: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def add_mask(
+        _: object, args: tuple[object, ...], fields: dict[str, Any]
+    ) -> tuple[object, dict[str, Any]]:
         if fields.get("attention_mask") is None and fields.get("position_ids") is not None:
             fields = {**fields, "attention_mask": masks_of_transformers(model, fields["position_ids"])}
         return args, fields
@@ -92,7 +94,7 @@ def masks_of_transformers(model: Any, position_ids: torch.Tensor) -> Any:
     return make(model.config.get_text_config(), like, None, None, position_ids=position_ids)
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: Callable[..., object]) -> Any:
     """Return the model inside DistributedDataParallel, FSDP, DeepSpeed's engine or torch.compile."""
     while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module):
         model = inner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,9 @@ from loader.batch.fields import moves_by_token
 from shardprep.errors import UsageError
 
 
-def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) -> list[Batch]:
+def deal_rows_evenly(
+    batches: Sequence[Mapping[str, torch.Tensor]], group: dist.ProcessGroup | None = None
+) -> list[Batch]:
     """Exchange the rows of a step between ranks, so that attention costs about the same on all of them.
 
     Attention inside documents costs the sum of their squared lengths. The step keeps its rows; the ranks

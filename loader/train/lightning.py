@@ -32,7 +32,7 @@ class LoaderCallback(_library.Callback):
         loader.begin_tracking()
         self._global_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: object) -> None:
         """Mark the step of an optimizer without hooks, such as DeepSpeed's, as trained."""
         if trainer.global_step != self._global_step:
             _loader_of(trainer).mark_trained()

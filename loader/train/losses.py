@@ -120,14 +120,14 @@ def _targets_of(loader: TokenLoader) -> Targets:
     return "shifted" if loader.step_batches.shifts_targets else "same"
 
 
-def evaluation_loss(model: Any, loader: TokenLoader) -> float:
+def evaluation_loss(model: torch.nn.Module, loader: TokenLoader) -> float:
     """Return the mean loss over all labels of a validation loader, on all ranks.
 
     All ranks must call it. It iterates one epoch of ``loader`` in evaluation mode without gradients.
     ``model(**batch).loss`` must be the mean over the labels of a batch. Raises UsageError if the loader has
     ``targets="shifted"`` and the model is of transformers.
     """
-    inner = getattr(model, "module", model)  # inside DDP
+    inner: Any = getattr(model, "module", model)  # inside DDP
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # inside PEFT
     if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
         found = f'a loader with targets="shifted" for {type(inner).__name__}, which shifts labels itself'

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
@@ -29,6 +30,7 @@ from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # the base class after the mixin
+    from transformers import TrainerControl, TrainingArguments
 else:
     _Trainer = object
 
@@ -52,7 +54,7 @@ class LoaderMixin(_Trainer):
     Raises UsageError if sizes differ, or for ``targets="shifted"``, since Trainer's loss shifts labels.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(LoaderMixin)]
         if any(base.__module__ == "transformers.trainer" for base in before):
@@ -69,10 +71,12 @@ class LoaderMixin(_Trainer):
     ) -> None:
         self.train_loader = train_loader
         self.eval_loader = eval_loader
-        self._eval_loaders: Mapping[Any, Any] = {} if eval_loader is None else {None: eval_loader}
+        self._eval_loaders: dict[str | None, TokenLoader] = {}
         if isinstance(eval_loader, Mapping):
-            self._eval_loaders = eval_loader
-        loaders: list[Any] = [train_loader, *self._eval_loaders.values()]
+            self._eval_loaders.update(eval_loader)
+        elif eval_loader is not None:
+            self._eval_loaders[None] = eval_loader
+        loaders = [train_loader, *self._eval_loaders.values()]
         for loader in loaders:
             if not isinstance(loader, TokenLoader):
                 found = f"train_loader or eval_loader is a {type(loader).__name__}"
@@ -123,7 +127,7 @@ class LoaderMixin(_Trainer):
         finally:
             self.args.max_steps = max_steps
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> LoaderEpochs:  # type: ignore[override]  # all that Trainer asks of one
         """Return the epochs of ``train_loader``, which Trainer iterates instead of a ``train_dataset``."""
         return self._epochs
 
@@ -158,11 +162,11 @@ class LoaderMixin(_Trainer):
             self._refuse_shifted(loader)
         return loader
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Train a step. The first steps check the model's boundaries, until a batch allows the check."""
         if self._is_unchecked:
             # A hook sees the batch as compute_loss of a subclass changed it. prepend: before FSDP's hooks.
-            def check(module: Any, _: Any, fields: dict[str, Any]) -> None:
+            def check(module: torch.nn.Module, _: object, fields: dict[str, Any]) -> None:
                 handle.remove()
                 # With TRL's fused_lm_head the model would return no logits.
                 fields = {name: each for name, each in fields.items() if name != "fused_lm_head"}
@@ -197,13 +201,17 @@ class LoaderMixin(_Trainer):
         super().log(logs, *args, **kwargs)
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Compute the loss, and add it to the sums by source and, in evaluation, to the mean over labels."""
         loader, mean, by_source = self._losses
         self._refuse_shifted(loader)
         origins = pop_records(inputs).get("origins")
-        labels = inputs.get("labels")
+        labels: Any = inputs.get("labels")
         with_outputs = return_outputs or origins is not None
         num_items = num_items_in_batch if mean is None else None
         options: Any = {"return_outputs": with_outputs, "num_items_in_batch": num_items}
@@ -248,7 +256,7 @@ class LoaderEpochs:
         self.global_step = 0  # Trainer's at the start
         self._is_finished = False
 
-    def begin(self, args: Any, global_step: int) -> int:
+    def begin(self, args: TrainingArguments, global_step: int) -> int:
         """Start at ``global_step``, and return Trainer's ``max_steps``. Raises UsageError if none is left."""
         self.loader.return_to_trained()
         run = self.loader.run
@@ -279,7 +287,7 @@ class LoaderEpochs:
         return self.loader.ends_step and self.loader.epoch.is_integer()
 
 
-def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
+def check_trainer_arguments(args: TrainingArguments, loader: TokenLoader, num_steps: int = 1) -> None:
     """Raise UsageError unless the TrainingArguments make the loader's next global batches."""
     run = loader.run
     step, num_micro = loader.progress.delivered
@@ -301,7 +309,7 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
         raise UsageError(found=f"TrainingArguments with {given}", expected=f"the loader's {wanted}")
 
 
-def _warn_of_ignored_arguments(args: Any, loader: TokenLoader, *, has_collator: bool) -> None:
+def _warn_of_ignored_arguments(args: TrainingArguments, loader: TokenLoader, *, has_collator: bool) -> None:
     """Log a warning for arguments of Trainer's own DataLoader, which TokenLoaders do not use."""
     ignored = ["data_collator, pass collate_fn="] if has_collator else []
     if args.dataloader_num_workers and args.dataloader_num_workers != loader.num_workers:
@@ -315,7 +323,7 @@ def _warn_of_ignored_arguments(args: Any, loader: TokenLoader, *, has_collator: 
         )
 
 
-def _refuse_auto_find_batch_size(args: Any) -> None:
+def _refuse_auto_find_batch_size(args: TrainingArguments) -> None:
     """Raise UsageError: a loader keeps its batch size, and a retry would lose the batch that failed."""
     if args.auto_find_batch_size:
         found = "TrainingArguments(auto_find_batch_size=True), which the loader's batch size cannot follow"
@@ -352,14 +360,20 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self._epochs: Any = None  # LoaderEpochs, from on_train_begin on
         self._num_trained = 0
-        self._followed: Any = None
+        self._followed: object = None
 
     def state(self) -> dict[str, Any]:
         """Return the values that Trainer saves in each checkpoint, under the name of this class."""
         state = None if self._epochs is None else self._epochs.loader.state_dict()
         return {"args": {}, "attributes": {"saved": state, "num_trained": self._num_trained}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **objects: Any,
+    ) -> None:
         """Take the global step of the checkpoint, and follow the optimizer."""
         self._epochs = objects["train_dataloader"]
         self._state = state
@@ -373,12 +387,18 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
             optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
             self._followed = optimizer
 
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
         """Mark delivered batches as trained. Trainer also calls this after a step that a scaler skipped."""
         self._epochs.loader.mark_trained()
         self._num_trained = self._state.global_step + 1
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,
+        **_: object,
+    ) -> None:
         """Set Trainer's ``epoch`` to the loader's, and end Trainer's epoch with it."""
         state.epoch = self._epochs.loader.epoch
         control.should_epoch_stop |= self._epochs.ends_epoch

@@ -92,7 +92,7 @@ def where(args: argparse.Namespace) -> int:
     return 0
 
 
-def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]:
+def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, object]]:
     """Yield the documents of the next step, by their ranks in training. The loader reads as one rank."""
     batch_size = loader.step_batches.batch_size
     rank_samples = loader.run.tick_samples // world_size
@@ -111,7 +111,7 @@ def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]
             return
 
 
-def named_sources(input_shards: list[str]) -> dict[str, Any]:
+def named_sources(input_shards: list[str]) -> dict[str, object]:
     """Return the loader's arguments for DATA: NAME=PATH is a source of a mixture, PATH alone is not."""
     named: dict[str, list[str]] = {}
     unnamed = []
@@ -160,7 +160,7 @@ def find_state(path: Path) -> dict[str, Any]:
     raise NotFound(path=path, found="no state of the loader", expected="what loader.state_dict() returned")
 
 
-def options_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_state(state: Mapping[str, Any]) -> dict[str, object]:
     """Return arguments for a loader that reads the run of a state as one rank. Raises BrokenShard."""
     try:
         run = state["fingerprint"]

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -206,12 +205,12 @@ def _checked_eos(
     return plan.tokenizer.eos_token_id
 
 
-def _claim(folder: OutputFolder, settings: dict[str, Any]) -> None:
+def _claim(folder: OutputFolder, settings: dict[str, object]) -> None:
     """Record the settings of the export in its folder. Raises Refused if the folder has another one."""
     try:
         folder.claim(json.dumps(settings).encode())
     except Refused as error:
-        previous: Any = "another"
+        previous: object = "another"
         with contextlib.suppress(ValueError, BrokenShard, *files.NOT_THERE):
             previous = load_json(folder.read(SETTINGS, max_bytes=1 << 20))
         if previous == "another":

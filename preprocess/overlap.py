@@ -193,7 +193,7 @@ def _is_hit(hit: Any) -> bool:
     return has_texts and has_numbers and _HIT_SHA256.fullmatch(hit["sha256"]) is not None
 
 
-def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: dict[str, Any]) -> None:
+def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: dict[str, object]) -> None:
     """Merge the files of all shards into the lists and a page. ``blank``: the next command.
 
     Raises BrokenShard, ReadWriteError.

@@ -132,7 +132,7 @@ class Search:
                     offsets[document, int(self._eval_of[eval_place])].add(eval_place - place)
         return offsets
 
-    def hits_of(self, documents: DocumentBatch) -> Iterator[dict[str, Any]]:
+    def hits_of(self, documents: DocumentBatch) -> Iterator[dict[str, object]]:
         """Yield the hits of a batch, as in overlap.jsonl: pairs of documents that share an n-gram.
 
         A shared run may have ``num_gaps`` units that differ after its first n-gram, and ends with an equal

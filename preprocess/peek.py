@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -35,12 +35,15 @@ from shardprep.format.planned_tokenizer import check_tokenizer_files
 from shardprep.format.shard_samples import ShardSamples
 from shardprep.format.spec import BLANK, blank_id
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[tuple[int, str]], int]:
+def _special_tokens(tokenizer: Tokenizer) -> tuple[list[tuple[int, str]], int]:
     """Return the ids and names of special tokens, and the size of the vocabulary."""
     added = tokenizer.get_added_tokens_decoder()
     special = [(number, token.content) for number, token in added.items() if token.special]
@@ -321,7 +324,7 @@ def _print_sample(
 
 def _sample_json(
     plan: Plan, samples: ShardSamples, number: int, documents: list[str], only: set[int]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a sample for programs: whole documents, of those in ``only`` (empty: all)."""
     record = samples.records[number]
     return {

@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardprep.console import counted
 from shardprep.format.manifest import Manifest
@@ -29,7 +28,7 @@ class SourceStats:
     num_text_bytes: int  # as UTF-8
     num_of_length: dict[int, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
 
 

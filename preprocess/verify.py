@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +71,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def verify_shards(
     folder: DataFolder,
-    given: dict[str, Any],
+    given: dict[str, object],
     *,
     is_fast: bool = False,
     num_deep: int = 0,
@@ -176,7 +175,7 @@ def _some_id(folder: DataFolder, manifests: Sequence[Manifest]) -> str:
 def _make_again(
     folder: DataFolder,
     plan: Plan,
-    given: dict[str, Any],
+    given: dict[str, object],
     num_deep: int,
     *,
     again: Iterable[int],
@@ -231,9 +230,9 @@ def _facts(
     *,
     index: DatasetIndex | None = None,
     problems: Problems | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what ``--json`` prints: ``index`` if all shards are right, else ``problems``."""
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "output_dir": str(folder),
         "check": check,
         "is_right": index is not None,
@@ -243,9 +242,11 @@ def _facts(
         for noun in ("samples", "documents", "tokens"):
             facts[f"num_{noun}"] = int(index.column(f"num_{noun}").sum())
         facts["sources"] = {name: source.to_dict() for name, source in index.sources.items()}
-    for shard_id, error in sorted((problems or {}).items()):
-        of_shard = {"exit_code": error.exit_code, "message": str(error)}
-        facts.setdefault("problems", {})[str(shard_id)] = of_shard
+    if problems:
+        facts["problems"] = {
+            str(shard_id): {"exit_code": error.exit_code, "message": str(error)}
+            for shard_id, error in sorted(problems.items())
+        }
     return facts
 
 

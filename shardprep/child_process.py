@@ -85,7 +85,8 @@ def call_in_child(function: Callable[..., T], *args: Any) -> T:
     return answer  # type: ignore[no-any-return]  # as the function says
 
 
-def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _answer(pipe: Connection, function: Callable[..., object], args: tuple[object, ...]) -> None:
+    answer: object
     try:
         answer = function(*args)
     except ShardprepError as error:
@@ -95,7 +96,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def _run_child(
-    parent: int, flags: Mapping[str, Any], target: Callable[..., None], args: tuple[Any, ...]
+    parent: int, flags: Mapping[str, object], target: Callable[..., None], args: tuple[object, ...]
 ) -> None:
     try:
         raise_on_stop_signals()
@@ -113,7 +114,7 @@ class ChildProcess(BaseProcess):
     imports_main = False  # the script of the parent, as ``__mp_main__``
 
     @staticmethod
-    def _Popen(started: Any) -> _Started:  # noqa: N802  its name in multiprocessing
+    def _Popen(started: ChildProcess) -> _Started:  # noqa: N802  its name in multiprocessing
         return _Started(started)
 
 
@@ -191,7 +192,7 @@ class _Started:
         self._close()
 
 
-def _preparation(started: ChildProcess) -> dict[str, Any]:
+def _preparation(started: ChildProcess) -> dict[str, object]:
     """Return what multiprocessing tells a child first. The path has no current folder, but for the script."""
     told = spawn.get_preparation_data(started.name)
     path = path_without_current_folder(sys.path)

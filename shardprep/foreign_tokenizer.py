@@ -24,6 +24,8 @@ from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.hub import is_library_fault, words_of_fault
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from shardprep.limited_process import LimitedProcess
 
 _MOST_CPU_S = 20  # of a call
@@ -45,8 +47,8 @@ class ForeignTokenizer:
         """Load the content of a tokenizer.json. Raises ReadWriteError if it is none, and BadInput."""
         self._name = name
         self._content = content
-        self._tokenizer: Any = None
-        self._settings: list[tuple[Any, ...]] = []
+        self._tokenizer: Tokenizer | None = None  # None: another process uses it
+        self._settings: list[tuple[object, ...]] = []
         # Processes with limits that are not in use. A thread takes one, or starts one.
         self._idle: list[LimitedProcess] = []
         weakref.finalize(self, _end_all, self._idle)
@@ -62,7 +64,7 @@ class ForeignTokenizer:
                 raise
             raise ReadWriteError(f"{name} cannot be loaded: {error}; restore the folder as it was") from error
 
-    def set_up(self, function: Callable[..., None], *args: Any) -> None:
+    def set_up(self, function: Callable[..., None], *args: object) -> None:
         """Call ``function(tokenizer, *args)``, which changes settings, before all other calls."""
         self.call(function, *args)
         self._settings.append((function, *args))
@@ -72,7 +74,7 @@ class ForeignTokenizer:
         """Return whether another process uses it."""
         return self._tokenizer is None
 
-    def call(self, function: Callable[..., Any], *args: Any, num_bytes: int = 0) -> Any:
+    def call(self, function: Callable[..., Any], *args: object, num_bytes: int = 0) -> Any:
         """Return ``function(tokenizer, *args)``, in which arrays may be bytes. ``num_bytes``: of its text."""
         if self.is_limited:
             try:
@@ -108,7 +110,9 @@ class ForeignTokenizer:
             self._ask(process, _call, setting, 0)
         return process
 
-    def _ask(self, process: LimitedProcess, function: Callable[..., Any], item: Any, num_bytes: int) -> Any:
+    def _ask(
+        self, process: LimitedProcess, function: Callable[..., Any], item: object, num_bytes: int
+    ) -> Any:
         from shardprep.limited_process import CallFailed
 
         more_bytes = max(0, num_bytes - FREE_BYTES)
@@ -135,7 +139,7 @@ def _end_all(processes: list[LimitedProcess]) -> None:
 
 
 # In the process with limits.
-_loaded: list[Any] = []
+_loaded: list[Tokenizer] = []
 
 
 def _prepare() -> None:
@@ -149,7 +153,7 @@ def _load(content: bytes) -> None:
     _loaded[:] = [Tokenizer.from_buffer(content)]
 
 
-def _call(asked: tuple[Any, ...]) -> Any:
+def _call(asked: tuple[Any, ...]) -> object:
     function, *args = asked
     return function(_loaded[0], *args)
 

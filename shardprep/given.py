@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-_flags: dict[str, Any] = {}
+_flags: dict[str, object] = {}
 
 
-def flags() -> Mapping[str, Any]:
+def flags() -> Mapping[str, object]:
     """Return the values of the flags by their names, and the name of the ``command``."""
     return _flags
 
 
 @contextmanager
-def flags_are(given: Mapping[str, Any]) -> Iterator[None]:
+def flags_are(given: Mapping[str, object]) -> Iterator[None]:
     """Set the flags within ``with``."""
     before = dict(_flags)
     _flags.clear()

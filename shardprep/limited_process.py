@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,10 @@ from shardprep.console import guard_streams
 from shardprep.errors import ReadWriteError
 from shardprep.hub import is_library_fault, words_of_fault
 from shardprep.processes import STOP_SIGNALS, start_python, stop_signals_wait
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _OUT_OF_MEMORY = 99  # exit code of the process
 _ENDS_WITHIN_S = 10.0
@@ -43,6 +47,16 @@ class CallFailed(Exception):
         self.what = what  # such as "took more than 20 s of CPU time"
 
 
+class _Question(NamedTuple):
+    """What the process is asked: ``function(*common, item)`` for each item, within limits."""
+
+    memory_bytes: int
+    cpu_s: int
+    function: Callable[..., object]
+    common: tuple[object, ...]
+    items: list[object]
+
+
 @dataclass(kw_only=True)
 class LimitedProcess:
     """Calls functions in a process with limits. Threads take turns."""
@@ -54,14 +68,14 @@ class LimitedProcess:
     answer_bytes: int  # of all answers to a question
     is_quiet: bool = False  # drop what libraries print
     _child: subprocess.Popen[bytes] | None = None
-    _pipe: Any = None
-    _lock: Any = field(default_factory=threading.Lock)
+    _pipe: Connection | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def call_each(
         self,
-        function: Callable[..., Any],
-        common: tuple[Any, ...],
-        items: Iterable[Any],
+        function: Callable[..., object],
+        common: tuple[object, ...],
+        items: Iterable[object],
         *,
         more_cpu_s: int = 0,
         more_memory_bytes: int = 0,
@@ -78,7 +92,7 @@ class LimitedProcess:
         answers: list[Any] = []
         with self._lock:
             try:
-                self._ask((memory_bytes, cpu_s, function, common, items), answers)
+                self._ask(_Question(memory_bytes, cpu_s, function, common, items), answers)
             except BaseException:
                 # The process may still be working, and the next question would get the answers to this one.
                 self.end(at_once=True)
@@ -96,11 +110,12 @@ class LimitedProcess:
         what = f"a process with limits of memory and time ended with exit code {code} and without a message"
         raise ReadWriteError(f"{what}; is there too little memory? Run this again")
 
-    def _ask(self, question: tuple[Any, ...], answers: list[Any]) -> None:
+    def _ask(self, question: _Question, answers: list[Any]) -> None:
         """Send a question, and append the answers until there is one for each item, or the process ends."""
         self.start()
-        num_items = len(question[-1])
+        num_items = len(question.items)
         left_bytes = self.answer_bytes
+        assert self._pipe is not None
         with contextlib.suppress(OSError, EOFError):  # it ended
             self._pipe.send(question)
             while len(answers) < num_items:
@@ -136,7 +151,8 @@ class LimitedProcess:
         if child is None:
             return 0
         atexit.unregister(self.end)
-        self._pipe.close()
+        if self._pipe is not None:
+            self._pipe.close()
         if not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_ENDS_WITHIN_S)
@@ -198,9 +214,8 @@ def _limit_cpu(cpu_s: int) -> None:
     _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
 
 
-def _bytes_of_array(array: Any) -> bytes:
-    content: bytes = array.tobytes()
-    return content
+def _bytes_of_array(array: npt.NDArray[np.generic]) -> bytes:
+    return array.tobytes()
 
 
 def _limit(which: int, most: int) -> None:

@@ -10,7 +10,6 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from shardprep.console import counted, say
 from slurm.commands import SlurmAway, SlurmRefused, run_slurm
@@ -246,4 +245,9 @@ class Site:
         return self._known[key]
 
 
-_NO_SIZES: dict[str, Any] = {"cpus_per_task": 1, "mem_gb": None, "mem_per_cpu_gb": None, "time_min": None}
+_NO_SIZES: Mapping[str, int | None] = {
+    "cpus_per_task": 1,
+    "mem_gb": None,
+    "mem_per_cpu_gb": None,
+    "time_min": None,
+}

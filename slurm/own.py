@@ -9,7 +9,6 @@ only hold them back, while Slurm shows a live job of that user for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.jobs import Submission, user_name
@@ -73,7 +72,7 @@ def others_with_jobs(state: DatasetState) -> dict[str, str]:
     return {job.job_id: job.user for job in state.queue.jobs.values() if job.is_live and job.user != me}
 
 
-def why_not_retried(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
+def why_not_retried(shard: Shard, changes: dict[str, object], *, is_named: bool = False) -> str | None:
     """Return why a shard is not tried again, or None if it is.
 
     A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
@@ -40,6 +40,9 @@ from shardprep.processes import python_command
 from shardprep.publishing import publish_bytes
 from slurm.state import DatasetState, find_state
 from slurm.status_data import status_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _REPORT_BEGINS = re.compile(rb".{,200}shardprep-report", re.DOTALL)  # a page, or JSON
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
@@ -214,7 +217,7 @@ def _reported_plan(plan: Plan) -> ReportedPlan:
     )
 
 
-def _sums(counts: Iterable[Any]) -> dict[str, int]:
+def _sums(counts: Iterable[DataclassInstance]) -> dict[str, int]:
     """Add up several counts, field by field."""
     sums: Counter[str] = Counter()
     for each in counts:
@@ -392,7 +395,7 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     if value is None:
         return "-"
     return console.printable(value) if type(value) is str else value

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from shardprep.console import counted, print_lines, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
@@ -32,7 +31,7 @@ _MAX_ROUNDS = 5  # times that --until_done sends failed shards again
 _LATE_KILL_MIN = 2  # Slurm checks time limits every 30 s, and then waits for the task to end
 
 
-def retry(folder: Path, options: SendOptions, flags: Mapping[str, Any]) -> int:
+def retry(folder: Path, options: SendOptions, flags: Mapping[str, object]) -> int:
     """Send failed shards again, with more memory or time if that ran out: ``retry DATA``."""
     try:
         return _retry(folder, options, with_variables(flags))
@@ -42,7 +41,7 @@ def retry(folder: Path, options: SendOptions, flags: Mapping[str, Any]) -> int:
         raise
 
 
-def _retry(folder: Path, options: SendOptions, changes: dict[str, Any]) -> int:
+def _retry(folder: Path, options: SendOptions, changes: dict[str, object]) -> int:
     plan = need_plan(DataFolder(folder))
     find = partial(find_state, folder, plan, needs_slurm=not options.dry_run)
     state = ask_patiently(find) if options.until_done else find()  # no person is there to ask again
@@ -69,7 +68,7 @@ def _retry(folder: Path, options: SendOptions, changes: dict[str, Any]) -> int:
 
 
 def _groups_to_retry(
-    options: SendOptions, state: DatasetState, changes: dict[str, Any], site: Site
+    options: SendOptions, state: DatasetState, changes: dict[str, object], site: Site
 ) -> list[Group]:
     """Return the missing shards that are not queued, grouped by request. The user's ``changes`` win."""
     wanted = chosen_shards(state.plan.num_shards, options.shards)
@@ -106,7 +105,7 @@ def _groups_to_retry(
     return [Group(request=request, shard_ids=ids) for request, ids in groups.items()]
 
 
-def _base_request(state: DatasetState, changes: dict[str, Any]) -> JobRequest:
+def _base_request(state: DatasetState, changes: dict[str, object]) -> JobRequest:
     """Return the request of the user's newest submission, or of plain sbatch tasks, with the user's changes.
 
     Raises Refused if only another user submitted: the values of that record would run and be charged as this
@@ -144,7 +143,7 @@ def _without_dependency(request: JobRequest) -> JobRequest:
     return request.changed(sbatch_args=shlex.join(words))
 
 
-def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dict[str, Any]) -> None:
+def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dict[str, object]) -> None:
     """Raise Refused for values of another user's record that this user has not named."""
     variables = []
     flags = []

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from shardprep.format import commands
 from shardprep.format.attempts import AttemptRecord
@@ -113,7 +113,7 @@ class Status:
     controller_lost: str
     slurm_away: str  # why Slurm did not answer, or ""
     why_not_visible: str
-    history: list[dict[str, Any]]  # events, see shardprep/format/jobs.py
+    history: list[dict[str, object]]  # events, see shardprep/format/jobs.py
     # Amounts.
     sources: dict[str, dict[str, int]]  # source -> its counts
     num_tokens: int
@@ -317,7 +317,7 @@ def _job_of(shard: Shard) -> Job | None:
     return None
 
 
-def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> str:
+def _lost_controller(state: DatasetState, history: Sequence[dict[str, object]]) -> str:
     """Return the id of a controller that is gone without an event that says why, or ""."""
     events = [each for each in history if each["event"] in _CONTROLLER_EVENTS and not each.get("shards")]
     if not events or not state.submissions or state.queue.away:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import lustre
 from shardprep.console import print_lines, say, shards_text
@@ -19,7 +18,7 @@ from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
 
 
-def submit(folder: Path, options: SendOptions, flags: Mapping[str, Any]) -> int:
+def submit(folder: Path, options: SendOptions, flags: Mapping[str, object]) -> int:
     """Submit the missing shards as a job array, and a verify job after it: ``submit DATA``."""
     given = with_variables(flags)
     request = JobRequest(**given)

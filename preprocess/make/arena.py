@@ -25,7 +25,7 @@ class Arena:
         self._taken: deque[tuple[int, int]] = deque()  # (byte, end), the oldest first
         self._freed, self._free = os.pipe()
 
-    def pack(self, value: Any) -> tuple[bytes, Sequence[tuple[int, int]] | None]:
+    def pack(self, value: object) -> tuple[bytes, Sequence[tuple[int, int]] | None]:
         """Return a pickle, and the parts of the arena that have its arrays; None if they are in the pickle.
 
         Waits for the other process to free older parts. Raises EOFError if that has ended.

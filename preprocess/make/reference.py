@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from shardprep.foreign_tokenizer import FREE_BYTES, ForeignTokenizer
 from shardprep.format.names import MAX_TOKENIZER_BYTES
 from shardprep.format.plan_options import MaskRule
 from shardprep.hub import is_library_fault, words_of_fault
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 
 def load_tokenizer(path: Path, content: bytes | None = None) -> ForeignTokenizer:
@@ -39,7 +42,7 @@ def reference_engine(tokenizer: ForeignTokenizer, *, allow_special_tokens: bool,
     """
     tokenizer.set_up(_set_up, allow_special_tokens)
 
-    def encode_each(function: Callable[..., Any], texts: list[bytes], *args: Any) -> TokenBatch:
+    def encode_each(function: Callable[..., Any], texts: list[bytes], *args: object) -> TokenBatch:
         strings = [text.decode() for text in texts]
         num_bytes = sum(map(len, texts))
         return TokenBatch.of_buffers(*tokenizer.call(function, name, strings, *args, num_bytes=num_bytes))
@@ -79,19 +82,21 @@ def _groups(texts: Texts) -> Iterator[slice]:
 # These are called with a ``tokenizers.Tokenizer``, perhaps in another process.
 
 
-def _set_up(tokenizer: Any, allow_special_tokens: bool) -> None:
+def _set_up(tokenizer: Tokenizer, allow_special_tokens: bool) -> None:
     tokenizer.encode_special_tokens = not allow_special_tokens
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
 
-def decode(tokenizer: Any, ids: list[int]) -> str:
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Return the text of ids, with the names of special tokens."""
     text: str = tokenizer.decode(ids, skip_special_tokens=False)
     return text
 
 
-def _encode(tokenizer: Any, name: str, texts: list[str], add_special_tokens: bool) -> tuple[Ids, Numbers]:
+def _encode(
+    tokenizer: Tokenizer, name: str, texts: list[str], add_special_tokens: bool
+) -> tuple[Ids, Numbers]:
     call = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
     encodings = _encodings(call, texts, name)
     batch = TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
@@ -99,7 +104,7 @@ def _encode(tokenizer: Any, name: str, texts: list[str], add_special_tokens: boo
 
 
 def _encode_chat(
-    tokenizer: Any, name: str, texts: list[str], spans: Sequence[Spans], mask_rule: MaskRule
+    tokenizer: Tokenizer, name: str, texts: list[str], spans: Sequence[Spans], mask_rule: MaskRule
 ) -> tuple[Ids, Numbers]:
     call = functools.partial(tokenizer.encode_batch, add_special_tokens=False)
     encodings = _encodings(call, texts, name)
@@ -110,7 +115,7 @@ def _encode_chat(
     return batch.ids, batch.offsets
 
 
-def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
+def _encodings(encode: Callable[[list[str]], list[Encoding]], texts: list[str], name: str) -> list[Encoding]:
     """Call ``encode``. Raises BadInput that names the first text on which it fails."""
     try:
         return encode(texts)
@@ -124,7 +129,7 @@ def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name:
         raise BadInput(f"the tokenizer of {name} cannot encode {what}; {remedy}") from None
 
 
-def _are_written(encoding: Any, spans: Spans, mask_rule: MaskRule) -> npt.NDArray[np.bool_]:
+def _are_written(encoding: Encoding, spans: Spans, mask_rule: MaskRule) -> npt.NDArray[np.bool_]:
     """Return which tokens the assistant wrote: bool[tokens]. ``spans`` are its text, ascending, not empty.
 
     ``characters``: a token counts if it has a character of a span.

@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -223,7 +223,7 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
 
 def _record_of(content: bytes, allowance: _Allowance) -> AttemptRecord | None:
     """Parse a record, or return None. If a job id was reused, the last "begin" counts."""
-    facts: dict[str, Any] = {}
+    facts: dict[str, object] = {}
     failures: dict[int, Failure] = {}
     prefix = b""
     # Line by line: a list of all lines would take 50 times the memory of the file.
@@ -381,7 +381,7 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not self._name:
             return
         del os.environ[RECORD_VARIABLE]

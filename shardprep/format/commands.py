@@ -16,7 +16,7 @@ import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -74,7 +74,7 @@ def blank(
     folder: _Folder,
     ids: str | os.PathLike[str],
     new: str = "NEW",
-    flags: Mapping[str, Any] | None = None,
+    flags: Mapping[str, object] | None = None,
 ) -> str:
     """Return the command that copies a data set without some documents. ``flags``: of this data set."""
     words = ["--ids", os.path.abspath(ids), "--output", new]  # noqa: PTH100
@@ -100,7 +100,7 @@ def missing_file(folder: DataFolder, name: str, shard_id: int) -> MissingShard:
 
 
 def flags_of_input(
-    folder: _Folder, given_already: Iterable[object] = (), flags: Mapping[str, Any] | None = None
+    folder: _Folder, given_already: Iterable[object] = (), flags: Mapping[str, object] | None = None
 ) -> list[str]:
     """Return the flags with which a command finds the input and the function of a folder's plan.
 
@@ -138,7 +138,7 @@ def _given_flags(*more: str) -> list[str]:
     return words
 
 
-def _function_of(folder: DataFolder, options: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
+def _function_of(folder: DataFolder, options: Mapping[str, object], flags: Mapping[str, object]) -> str:
     """Return the file of the plan's function: as given, or its copy in the data set, or else FILE."""
     path = flags.get("transform")
     if isinstance(path, Path):
@@ -176,7 +176,7 @@ def _data_folder(folder: _Folder) -> DataFolder:
     return folder if isinstance(folder, DataFolder) else DataFolder(os.fspath(folder))
 
 
-def _head_of(folder: _Folder) -> Mapping[str, Any]:
+def _head_of(folder: _Folder) -> Mapping[str, object]:
     """Return the head of a folder's plan.json, or {} if it has none that can be read."""
     try:
         status = _data_folder(folder).status_of(names.PLAN_NAME)
@@ -189,7 +189,7 @@ def _head_of(folder: _Folder) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed_head(folder: str, *_: int) -> Mapping[str, Any]:
+def _parsed_head(folder: str, *_: int) -> Mapping[str, object]:
     """Parse the first line of a folder's plan. The other arguments change when the file does."""
     try:
         beginning = DataFolder(folder).read_beginning(names.PLAN_NAME, _HEAD_BYTES)

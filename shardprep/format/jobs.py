@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -189,7 +189,7 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
+def append_event(folder: DataFolder, kind: str, **facts: object) -> None:
     """Append what a command did to DATA/jobs/history.jsonl. Errors are ignored."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
     with contextlib.suppress(ShardprepError, OSError):
@@ -197,7 +197,7 @@ def append_event(folder: DataFolder, kind: str, **facts: Any) -> None:
         folder.append(f"{JOBS_FOLDER}/{HISTORY_NAME}", f"{line}\n".encode())
 
 
-def read_events(folder: DataFolder) -> list[dict[str, Any]]:
+def read_events(folder: DataFolder) -> list[dict[str, object]]:
     """Return the newest events of a data set, oldest first, without invalid lines."""
     try:
         raw = folder.read_end(f"{JOBS_FOLDER}/{HISTORY_NAME}", _MAX_HISTORY_BYTES)

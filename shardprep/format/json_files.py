@@ -39,15 +39,15 @@ _canonical_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _PLACE_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of a place in an error of msgspec, such as $.shards[3]
 
 
-def content_sha256(data: Mapping[str, Any]) -> str:
+def content_sha256(data: Mapping[str, object]) -> str:
     """Return the sha256, in hex, of an object's values except its hash and ``run``."""
     kept = {name: value for name, value in data.items() if name not in {CONTENT_HASH, RUN}}
     return hashlib.sha256(_canonical_json(kept).encode("ascii")).hexdigest()
 
 
 def with_content_hash(
-    file_format: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    file_format: str, content: Mapping[str, object], run: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """Return the object of a file: format, version, ``content`` and its hash, ``run`` and its hash."""
     data = {"format": file_format, "version": FORMAT_VERSION, **content}
     data[CONTENT_HASH] = content_sha256(data)
@@ -61,7 +61,7 @@ def read_file(folder: Folder, name: str, file_format: str, kind: type[T], *, max
     return as_type(path, checked_object(path, raw, file_format), kind)
 
 
-def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict[str, Any]:
+def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict[str, object]:
     """Check format, version and hashes of a JSON file. Return its other values."""
     # Types are checked after decoding. A value takes up to 90 bytes of memory, but two bytes in the file.
     if len(raw) > _MAX_VALUES:
@@ -69,24 +69,27 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
         if num_values > _MAX_VALUES:
             raise BrokenShard(path=path, found=f"{num_values} values", expected=f"at most {_MAX_VALUES}")
     try:
-        data: Any = msgspec.json.decode(raw)
+        data: object = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
         raise BrokenShard(path=path, found=str(error), expected="JSON") from None
-    written = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict):
+        raise BrokenShard(path=path, found=f"format {_shown(type(data).__name__)}", expected=file_format)
+    fields: dict[str, object] = data
+    written = fields.get("format")
     if written != file_format:
         raise BrokenShard(path=path, found=f"format {_shown(written)}", expected=file_format)
-    version = data.get("version")
+    version = fields.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
         raise unknown_version(path, version)
-    _check_hash(path, CONTENT_HASH, data)
-    if isinstance(data.get(RUN), dict):
-        _check_hash(path, RUN_HASH, data[RUN])
-    fields: dict[str, Any] = data
+    _check_hash(path, CONTENT_HASH, fields)
+    run = fields.get(RUN)
+    if isinstance(run, dict):
+        _check_hash(path, RUN_HASH, run)
     del fields["format"], fields["version"]
     return fields
 
 
-def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
+def _check_hash(path: Path, name: str, data: dict[str, object]) -> None:
     written = data.pop(name, None)
     expected = content_sha256(data)
     if written != expected:
@@ -99,7 +102,7 @@ _msgspec_lock = threading.Lock()
 
 
 @contextmanager
-def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
+def type_errors_named(path: Path, data: object = ...) -> Iterator[None]:
     """Turn msgspec's errors about JSON ``data`` into a BrokenShard with the place and the value."""
     try:
         with _msgspec_lock:
@@ -122,7 +125,7 @@ def type_errors_named(path: Path, data: Any = ...) -> Iterator[None]:
         raise BrokenShard(path=path, found=str(error), expected="JSON") from None
 
 
-def as_type(path: Path, data: Any, kind: type[T]) -> T:
+def as_type(path: Path, data: object, kind: type[T]) -> T:
     """Convert parsed JSON to a dataclass or another type. Raises BrokenShard if it does not fit."""
     with type_errors_named(path, data):
         return msgspec.convert(data, kind)

@@ -261,12 +261,12 @@ class PlanOptions:
         wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the options that the plan's id is a hash of."""
         in_id = {item.name for item in PLAN_FIELDS if item.metadata.get("is_in_id", True)}
         return {name: value for name, value in self.non_defaults().items() if name in in_id}
 
-    def non_defaults(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, object]:
         """Return the options that differ from the defaults for this kind of records."""
         defaults = {**vars(PlanOptions(record=self.record)), "record": "documents"}
         return {name: value for name, value in vars(self).items() if value != defaults[name]}

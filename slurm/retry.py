@@ -124,7 +124,7 @@ def _request_of_plain_tasks(own: OwnRecords) -> JobRequest:
     if not own.plain_attempts:
         return JobRequest()
     had = own.plain_attempts[-1]
-    size: dict[str, Any] = {"cpus_per_task": had.num_cpus or 1}
+    size: dict[str, object] = {"cpus_per_task": had.num_cpus or 1}
     if had.num_nodes > 1:
         size = {"nodes": had.num_nodes}
     return JobRequest(

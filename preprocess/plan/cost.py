@@ -26,7 +26,7 @@ from preprocess.read.documents import DocumentBatch, advice_about
 from preprocess.read.text_fields import from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors
-from shardprep.console import counted, printable
+from shardprep.console import counted, printable, short_bytes
 from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import DataFolder
@@ -42,6 +42,7 @@ _STARTUP_S = 3.0  # for a task's Python and tokenizer, a generous estimate
 _LONG_SHARD_S = 600.0  # on one core; a longer shard gets a warning
 _MANY_SHARDS = 1000  # this many small shards, each of one input file, get a warning
 _SHARD_BYTES = 256 << 20  # of input, which takes minutes on one core
+_SMALL_SHARD_BYTES = 4 << 20  # of input: the start of a task takes longer than its work
 
 
 class Lookup:
@@ -145,6 +146,9 @@ def measure(
     if num_shards >= max(_MANY_SHARDS, 2 * fewer) and plans.is_one_file_a_shard(plan):
         each_one = f"each of {num_shards} input files is a shard of its own, and so a task"
         warnings.append(f"{each_one}; for even shards plan into a new folder with --num_shards {fewer}")
+    elif num_shards >= _MANY_SHARDS and sum(sizes) < num_shards * _SMALL_SHARD_BYTES:
+        size = short_bytes(sum(sizes) / num_shards)
+        warnings.append(f"{num_shards:,} shards of {size} are many small files; --num_shards {fewer}?")
     num_full = num_shards - sizes.count(0)
     if 0 < num_full < num_shards and not plans.is_one_file_a_shard(plan):
         empty = f"{num_shards - num_full:,} of {counted(num_shards, 'shard')} will be empty"

@@ -132,8 +132,8 @@ def divide_inputs(
     weighed = stamp_inputs(config.input_dir, paths, config, looks=looks, refuses=refuses)
     inputs = [item.file for item in weighed]
     empty = [item.path for item in inputs if not item.num_bytes]
-    are_empty = f"; {len(empty)} of them are empty, such as {empty[0]}" if empty else ""
-    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{are_empty}")
+    if empty:
+        say(f"{len(empty)} of {counted(len(paths), 'input file')} are empty, such as {empty[0]}")
     for line in left_out_lines(listing.left_out, config.input_dir):
         say(line)
     for line in lines_about(

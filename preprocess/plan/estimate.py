@@ -39,11 +39,12 @@ class Estimate:
         smallest = short_bytes(min(sizes))
         largest = short_bytes(max(sizes))
         each = largest if smallest == largest else f"{smallest} to {largest}"
+        num_tokens = f"{self.num_tokens:.3g}".replace("e+0", "e").replace("e+", "e")  # 1.25e9
         times = f"{short_time(round(self.core_s))} on one core, {short_time(round(self.here_s))} here"
         return [
             f"inputs: {counted(len(plan.inputs), 'file')}, {short_bytes(sum(sizes))}: {shown}",
             f"plan {plan.plan_id[:12]}: {counted(plan.num_shards, 'shard')} of {each}",
-            f"about {self.num_tokens:.3g} tokens, {short_bytes(self.output_bytes)} on disk; {times}",
+            f"about {num_tokens} tokens, {short_bytes(self.output_bytes)} on disk; {times}",
             *self.all_notes(plan),
         ]
 

@@ -266,6 +266,12 @@ def test_plan_prints_short_lines_or_json(tmp_path: Path) -> None:
     assert told["plan_id"] == world.plan_json()["plan_id"]
 
 
+def test_many_small_shards_are_told(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 5000})
+    world.try_plan(dry_run=True, num_shards=1000).ends(0, "--num_shards 1?")
+    assert "--num_shards 1?" not in world.try_plan(dry_run=True, num_shards=9).ends(0).text
+
+
 def test_a_line_longer_than_what_plan_looks_at_is_not_refused(tmp_path: Path) -> None:
     line = json.dumps({"other": "x" * 3_000_000, "text": "a text"}) + "\n"
     World(tmp_path).raw({"a.jsonl": line * 2}).try_plan(dry_run=True).ends(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -124,17 +125,16 @@ def _request_of_plain_tasks(own: OwnRecords) -> JobRequest:
     if not own.plain_attempts:
         return JobRequest()
     had = own.plain_attempts[-1]
-    size: dict[str, object] = {"cpus_per_task": had.num_cpus or 1}
-    if had.num_nodes > 1:
-        size = {"nodes": had.num_nodes}
-    return JobRequest(
+    request = JobRequest(
         partition=had.partition or None,
         account=had.account or None,
         qos=had.qos or None,
         mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
         time_min=minutes_of(had.time_limit),
-        **size,
     )
+    if had.num_nodes > 1:
+        return replace(request, nodes=had.num_nodes)
+    return replace(request, cpus_per_task=had.num_cpus or 1)
 
 
 def _without_dependency(request: JobRequest) -> JobRequest:

@@ -168,12 +168,14 @@ launch='python=$1 start=$2; shift 2
 command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
+export PYTHONSAFEPATH=1 # Python 3.13 imports linecache, before it runs the first statement
 exec "$python" -c "$start" "$@"'
 # The current folder, which may contain a preprocess.py, comes last on sys.path, before anything is imported, and a data
 # set of somebody else does not come at all. An old Python must parse this code.
 start='import sys
 sys.path[:] = [place for place in sys.path if place]
 import os
+os.environ.pop("PYTHONSAFEPATH", None)
 from importlib.util import find_spec
 if not find_spec("preprocess") and not os.path.lexists("plan.json"):
     sys.path.append("")

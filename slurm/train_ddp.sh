@@ -147,9 +147,11 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     # shellcheck disable=SC2016
     launch='export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' # torchrun's own variable for --node_rank
     # `python -m` would look for modules in the current folder first, which may be a data set of somebody else.
-    start='import sys; sys.path[:] = [place for place in sys.path if place]; import runpy; '
+    start='import sys; sys.path[:] = [place for place in sys.path if place]; '
+    [[ -n ${PYTHONSAFEPATH:-} ]] || start+='import os; os.environ.pop("PYTHONSAFEPATH"); '
+    start+='import runpy; '
     start+='runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)'
-    command=("$python" -u -c "$start" "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
+    command=(env PYTHONSAFEPATH=1 "$python" -u -c "$start" "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
       "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT"
       --no_python bash -c "$keep_code" bash "$python" -u)
     ;;

@@ -252,7 +252,7 @@ def test_a_job_of_two_nodes_goes_on_when_one_dies_and_another_joins_late(
 
 def _node_of(pid: int) -> str:
     (node,) = re.findall(r"SLURMD_NODENAME=([^\0]+)", Path(f"/proc/{pid}/environ").read_text())
-    return node
+    return str(node)
 
 
 def test_submitit_makes_forty_shards_within_maxarraysize_and_after_a_preemption(

@@ -346,7 +346,16 @@ def _speed(state: DatasetState, waits: Sequence[Wait]) -> tuple[int | None, int 
     took_s = max(until - since, 1e-3)
     tokens_per_s = round(sum(each.counts.num_tokens for each in recent) / took_s)
 
-    running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
+    since_last_s = time.time() - max(each.run.ended for each in recent)
+    running: list[float] = []
+    for shard in state.shards:
+        if shard.state != "running":
+            continue
+        last = shard.attempts[-1]
+        elapsed_s: float = last.elapsed_s
+        if len(last.shards) > 1:  # it is late if it has made none for long
+            elapsed_s = min(elapsed_s, since_last_s)
+        running.append(elapsed_s)
     is_stuck = not running or any(meaning_of(each.reason)[1] for each in waits)
     # If a task takes much longer than any before, no estimate is possible.
     is_late = max(running, default=0) > 30 + 2 * max(each.run.wall_s for each in recent)

@@ -1010,6 +1010,18 @@ def test_speed_is_measured_since_the_newest_submission_and_the_rest_includes_wai
     assert desk.status()["left_s"] is None, "the start is unknown"
 
 
+def test_a_job_of_all_shards_is_late_only_if_it_has_made_none_for_long(desk: Desk) -> None:
+    now = time.time()
+    desk.patch.setattr("slurm.status_data.time.time", lambda: now)
+    desk.submitted(array(tasks=["0-4"]), submitted=now - 7200)
+    desk.queue(squeue_line("0", "RUNNING", elapsed="1:59:00"))
+    of_job = {"SLURM_ARRAY_JOB_ID": "1"}
+    desk.make_done(0, began=now - 3700, wall_s=60.0, slurm=of_job)
+    assert desk.status()["left_s"] is None
+    desk.make_done(1, began=now - 70, wall_s=60.0, slurm=of_job)
+    assert desk.status()["left_s"] is not None
+
+
 def test_status_reports_a_verify_job_that_ran_out_of_time_or_cannot_start(desk: Desk) -> None:
     desk.submitted()
     desk.make_done(*range(5))

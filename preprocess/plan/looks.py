@@ -21,6 +21,7 @@ from preprocess.plan.mending import (
     problem_of_encoding,
     problem_of_fields,
     problem_of_json,
+    records_inside,
 )
 from preprocess.plan.other_files import ascii_if_odd, content_that_is_no_text
 from preprocess.plan.sampling import first_records
@@ -129,7 +130,12 @@ def _look_at_json(
         pipe = pipe_to_lines(beginning, codec)
         if pipe:
             problem = problem_of_json(path, kind, beginning, pipe)
-            return Look(names=frozenset(names), problem=problem, pipe=pipe)
+            inside = records_inside(beginning, codec)
+            flags: tuple[str, ...] = ()
+            if all(isinstance(fields.text(record), UnusableText) for record in inside):
+                later = problem_of_fields(path, inside, fields.options)
+                flags = flags_of(later) if later is not None else ()
+            return Look(names=frozenset(names), problem=problem, flags=flags, pipe=pipe)
     if fields.is_chat and not (_OF_FIELDS | {"preference_pair"}).isdisjoint(reasons):
         return Look(names=frozenset(names))  # planning's own sample says more about forms of conversations
     unfit = None

@@ -46,6 +46,18 @@ def pipe_to_lines(beginning: bytes, codec: str) -> str:
     return f"{recoded}jq -c '{filter_}'"
 
 
+def records_inside(beginning: bytes, codec: str) -> list[Any]:
+    """Return the records of one list, or of one object over several lines. [] if it is cut."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(beginning.decode(codec))
+    except ValueError:
+        return []
+    if isinstance(value, dict):
+        key = _list_in(beginning[:_MOST_WHOLE_BYTES])
+        value = value.get(key, []) if key else [value]
+    return [each for each in value if isinstance(each, dict)]
+
+
 def problem_of_json(path: Path, kind: InputKind, beginning: bytes, pipe: str) -> BadInput:
     """Return the error for one list, or for one object over several lines."""
     what = "one list of JSON"

@@ -109,6 +109,7 @@ _KINDS = (
         ".tmp .part .partial .crdownload .download .aria2 .incomplete .lock .swp",
         "wait for the end of its download, or move it away",
     ),
+    _Kind("a file that was converted", ".whole .before", "its text is taken from the new file"),
     _Kind("a program", ".so .dll .exe .dylib .o .a .class .pyc", _NO_TEXT, (b"\x7fELF", b"MZ\x90")),
     _Kind(
         "text in UTF-16",

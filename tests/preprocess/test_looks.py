@@ -28,6 +28,11 @@ WRONG: dict[str, tuple[str, bytes, list[str]]] = {
     "a list in a line": ("w.jsonl", json.dumps(RIGHT).encode(), ["one list", "jq -c '.[]'"]),
     "a compressed list": ("w.json.gz", gzip.compress(json.dumps(RIGHT).encode()), ["zcat", "jq -c '.[]'"]),
     "an object over lines": ("w.json", INDENTED.encode(), ["several lines", "jq -c '.data[]'"]),
+    "an object with another field": (
+        "w.json",
+        json.dumps({"id": 1, "body": "a text"}, indent=1).encode(),
+        ["jq -c '.'", "--text_field text,body"],
+    ),
     "another field": (
         "w.jsonl",
         b'{"id": 1, "content": "a text"}\n' * 9,
@@ -115,8 +120,8 @@ def test_one_command_makes_lines_of_all_objects(tmp_path: Path, encoding: str) -
     world = World(tmp_path).raw(files)
     refused = world.try_plan(recursive=True).ends(65, "0.json", "5.json")
     subprocess.run(["bash", "-c", remedy_of(refused)], check=True)
-    world.plan(num_shards=1, recursive=True).run()
-    assert world.texts() == ["right", *texts]
+    assert "--also" not in world.try_plan(num_shards=1, recursive=True).ends(0).text
+    assert world.run(0).texts() == ["right", *texts]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -13,6 +13,7 @@ folder that it was written in, so that records in a copy of the folder are ignor
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -255,6 +256,7 @@ def _record_of(content: bytes, allowance: _Allowance) -> AttemptRecord | None:
     return record
 
 
+@functools.lru_cache(maxsize=256)  # a look-up may ask a server, and there are thousands of records
 def _owner_name(uid: int) -> str:
     """Return the name of the user with this id, or the id."""
     try:

@@ -147,9 +147,33 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}"
 
 
+_MAX_IDS_CHARS = 200  # in a line; of thousands of scattered shards, the rest is a number
+
+
 def shards_text(ids: str) -> str:
-    """Return ``shard 0`` for 0, ``shards 3-7`` for 3-7: "3 shards" would be a count."""
-    return f"shard{'' if ids.isdecimal() else 's'} {ids}"
+    """Return ``shard 0`` for 0, ``shards 3-7`` for 3-7: "3 shards" would be a count.
+
+    Of many ranges only the first are named, and then how many more shards there are.
+    """
+    if ids.isdecimal():
+        return f"shard {ids}"
+    if len(ids) <= _MAX_IDS_CHARS:
+        return f"shards {ids}"
+    end = ids.rindex(",", 0, _MAX_IDS_CHARS)
+    num_more = 0
+    for each in ids[end + 1 :].split(","):
+        first, _, last = each.partition("-")
+        num_more += int(last or first) - int(first) + 1
+    return f"shards {ids[:end]} and {num_more:,} more"
+
+
+def shards_to_type(ids: str) -> str:
+    """Return ids for a command that leaves out what is done or runs: many ranges as one around them."""
+    if len(ids) <= _MAX_IDS_CHARS:
+        return ids
+    first = ids.partition(",")[0].partition("-")[0]
+    last = ids.rpartition(",")[2].rpartition("-")[2]
+    return f"{first}-{last}"
 
 
 _MAX_NAMED = 12  # sources, one per line

@@ -33,7 +33,7 @@ class Attempt:
     job: Job | None = None  # the same start of the same task, as Slurm shows it
     array: JobArray | None = None  # of an own submission; None for plain sbatch and run
     request: JobRequest | None = None  # of that array
-    is_typed: bool = False  # a person's ``retry`` sent it
+    is_typed: bool = False  # a person sent it
     owner: str = ""  # the user who wrote its record, if that is not this user
 
     def cause(self, shard_id: int) -> str | None:

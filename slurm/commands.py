@@ -40,6 +40,7 @@ _AWAY = re.compile(
     re.IGNORECASE,
 )
 _FULL = re.compile("Resource temporarily unavailable|Slurm temporarily unable to accept job", re.IGNORECASE)
+_FULL_OF_OWN = re.compile(r"(Assoc|QOS)\w*SubmitJob")
 _IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
 # "Zero Bytes" is the client's whole message if munge considers its credential expired.
 _CLOCKS = "a controller that is up, and a clock here that is right to 5 min (date)"
@@ -55,7 +56,7 @@ class SlurmAway(ReadWriteError):
 
 
 class SlurmFull(SlurmAway):
-    """Slurm has as many jobs as its MaxJobCount allows, and takes more when some have ended."""
+    """There are as many jobs as MaxJobCount or MaxSubmitJobs allows. More are taken when some have ended."""
 
 
 class SlurmMissing(SlurmAway):
@@ -116,6 +117,12 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         if _FULL.search(words):
             found = f"{command[0]} refused: {words}. Slurm's queue is full (MaxJobCount); no job is too large"
             expected = "room in the queue: try again later, or send fewer tasks: --shards_per_task"
+            raise SlurmFull(found=found, expected=expected)
+        if _FULL_OF_OWN.search(words):
+            found = (
+                f"{command[0]} refused: {words}. You, your account or QOS have too many jobs (MaxSubmitJobs)"
+            )
+            expected = "fewer of them: try again when some have ended, or send fewer tasks: --shards_per_task"
             raise SlurmFull(found=found, expected=expected)
         if _AWAY.search(words) and "known by database" not in words:  # the latter is a wrong SLURM_CLUSTERS
             hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP

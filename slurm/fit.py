@@ -141,7 +141,7 @@ def more_memory(
     Where a node has no more, tasks of several processes start half as many. A task of ``num_shards`` shards
     has a process for each, up to its CPUs.
     """
-    has_all = request.num_cpus is None and not memory_mb(request)  # --mem=0
+    has_all = request.num_cpus is None and not request.names_memory  # --mem=0
     most_mb = limits.max_mem_mb
     wanted_mb = 2 * had_mb if had_mb and not has_all else None
     note = ""
@@ -230,19 +230,36 @@ class Site:
         """``config``: of the controller, or {}."""
         self._config = config
         self._is_needed = is_needed
-        self._known: dict[tuple[str, ...], Limits] = {}
+        self._known: dict[tuple[tuple[str, ...], bool], Limits] = {}
 
-    def limits(self, request: JobRequest) -> Limits:
-        """Return the limits for a request's partition, account and QOS. Raises as ``slurm_answer`` does."""
+    def limits(self, request: JobRequest, *, for_memory: bool = False) -> Limits:
+        """Return the limits for a request's partition, account and QOS. Raises as ``slurm_answer`` does.
+
+        ``for_memory``: those of memory, too, even if the request names none.
+        """
         key = tuple(options_of(TASKS, request.changed(**_NO_SIZES)))
-        if key not in self._known:
+        has_memory = for_memory or request.names_memory
+        if (key, has_memory) not in self._known:
             try:
-                self._known[key] = find_limits(request, self._config)
+                limits = find_limits(request, self._config, has_memory=has_memory)
             except SlurmAway:
                 if self._is_needed:
                     raise
-                self._known[key] = Limits()
-        return self._known[key]
+                limits = Limits()
+            self._known[key, has_memory] = limits
+            self._known[key, False] = limits
+        limits = self._known[key, has_memory]
+        if limits.elsewhere and _is_above(request, limits):
+            return limits.elsewhere
+        return limits
+
+
+def _is_above(request: JobRequest, limits: Limits) -> bool:
+    """Return whether a request exceeds the time or memory of the default partition."""
+    mem_mb = memory_mb(request)
+    is_long = request.time_min and limits.time_min and request.time_min > limits.time_min.number
+    is_large = mem_mb and limits.mem_mb and mem_mb > limits.mem_mb.number
+    return bool(is_long or is_large)
 
 
 _NO_SIZES: Mapping[str, int | None] = {

@@ -3,7 +3,8 @@
 Where Slurm enforces no limits of accounts, these are not asked for. What cannot be read (job_submit plugins,
 a QOS that is hidden) is tried by ``sbatch --test-only``, see ``slurm.fit``.
 
-Price: three calls of Slurm, four with limits of accounts, five with the account's default QOS.
+Price: two calls of Slurm; one more for a request that names memory, or at a site with limits of accounts.
+These cost one call themselves, one with the account's default QOS, and one for the flags of the QOS.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardprep.format.jobs import user_name
 from slurm.commands import SlurmAway, SlurmRefused, megabytes_of, minutes_of, read_config, slurm_answer
@@ -42,6 +43,8 @@ class Limits:
     min_nodes: Limit | None = None
     max_nodes: Limit | None = None
     default_mem_mb: int | None = None  # of a task with one CPU
+    # Without the limits of the default partition, where a job_submit plugin may choose another one.
+    elsewhere: Limits | None = None
 
     @property
     def max_mem_mb(self) -> int | None:
@@ -62,47 +65,88 @@ class Limits:
         return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
 
 
-def find_limits(request: JobRequest, config: Mapping[str, str]) -> Limits:
+def find_limits(request: JobRequest, config: Mapping[str, str], *, has_memory: bool) -> Limits:
     """Ask Slurm for the limits of jobs with the account, QOS and partition of a request.
 
-    ``config``: of the controller, or {}. Raises as ``slurm_answer`` does.
+    ``config``: of the controller, or {}. ``has_memory``: whether the jobs name memory, which a partition may
+    limit. Raises as ``slurm_answer`` does.
     """
     if not config:
         config = read_config()
     asked = _options(request)
+    has_accounts = bool(re.search("limits|safe|all", config.get("AccountingStorageEnforce", "")))
     nodes = _read_nodes(asked.get("partition"))
-    partitions = _read_partitions()
+    partitions = _read_partitions() if has_accounts or has_memory else {}
     # Of several partitions a job gets any, so their own limits are left to Slurm.
     partition: Mapping[str, str] = {}
     if len(nodes.partitions) == 1:
         partition = partitions.get(nodes.partitions[0], {})
 
-    limits: dict[str, list[Limit]] = {"time_min": [], "mem_mb": [], "num_cpus": [], "min_cpus": []}
+    of_accounts = _OfAccounts()
+    if has_accounts:
+        of_accounts = _read_limits_of_accounts(asked, partition.get("QoS", ""), has_limit=nodes.has_limit())
+    of_partition: dict[str, list[Limit]] = {"time_min": [], "mem_mb": []}
     time_min = nodes.longest_min()
-    if time_min is not None:
-        limits["time_min"].append(Limit(number=time_min, of=f"MaxTime of partition {nodes.partitions[0]}"))
-    for facts, owner in ((config, "the cluster"), (partition, f"partition {partition.get('PartitionName')}")):
-        mem_mb = megabytes_of(facts.get("MaxMemPerNode", ""))
-        if mem_mb:
-            limits["mem_mb"].append(Limit(number=math.floor(mem_mb), of=f"MaxMemPerNode of {owner}"))
-    if re.search("limits|safe|all", config.get("AccountingStorageEnforce", "")):
-        for name, limit in _limits_of_accounts(asked, partition.get("QoS", "")).items():
-            limits[name].append(limit)
+    if time_min is not None and "PartitionTimeLimit" not in of_accounts.flags:
+        name = ", ".join(nodes.partitions)
+        of_partition["time_min"].append(Limit(number=time_min, of=f"MaxTime of partition {name}"))
+    of_partition["mem_mb"] += _max_mem(partition, f"partition {partition.get('PartitionName')}")
+    of_all = {name: list(limits) for name, limits in of_accounts.limits.items()}
+    of_all.setdefault("mem_mb", []).extend(_max_mem(config, "the cluster"))
+
     default_mb = megabytes_of(config.get("DefMemPerCPU") or config.get("DefMemPerNode") or "")
-    return Limits(
+    limits = Limits(
         cluster=config.get("ClusterName", ""),
         max_array_size=int(config["MaxArraySize"]),
         nodes=nodes.nodes,
-        larger_nodes=nodes.larger_elsewhere(),
+        larger_nodes=_open_partitions(nodes.larger_elsewhere(), partitions, asked),
         is_exclusive=bool(nodes.sharing) and all(each.startswith("EXCLUSIVE") for each in nodes.sharing),
-        time_min=_least(limits["time_min"]),
-        mem_mb=_least(limits["mem_mb"]),
-        num_cpus=_least(limits["num_cpus"]),
-        min_cpus=max(limits["min_cpus"], key=lambda each: each.number, default=None),
-        min_nodes=_nodes_limit(partition, "MinNodes"),
-        max_nodes=_nodes_limit(partition, "MaxNodes"),
+        time_min=_least([*of_partition["time_min"], *of_all.get("time_min", [])]),
+        mem_mb=_least([*of_partition["mem_mb"], *of_all["mem_mb"]]),
+        num_cpus=_least(of_all.get("num_cpus", [])),
+        min_cpus=max(of_all.get("min_cpus", []), key=lambda each: each.number, default=None),
+        min_nodes=nodes.nodes_limit("MinNodes"),
+        max_nodes=nodes.nodes_limit("MaxNodes"),
         default_mem_mb=round(default_mb) if default_mb else None,
     )
+    if "partition" in asked or not _may_choose_partitions(config):
+        return limits
+    without = replace(limits, time_min=_least(of_all.get("time_min", [])), mem_mb=_least(of_all["mem_mb"]))
+    return replace(limits, elsewhere=without)
+
+
+def _max_mem(facts: Mapping[str, str], owner: str) -> list[Limit]:
+    """Return the MaxMemPerNode of the cluster or a partition, if it has one."""
+    mem_mb = megabytes_of(facts.get("MaxMemPerNode", ""))
+    return [Limit(number=math.floor(mem_mb), of=f"MaxMemPerNode of {owner}")] if mem_mb else []
+
+
+_KEEP_PARTITIONS = {"", "(null)", "require_timelimit", "throttle", "logging"}  # plugins of Slurm's own
+
+
+def _may_choose_partitions(config: Mapping[str, str]) -> bool:
+    """Return whether a job_submit plugin may choose a partition for jobs that name none."""
+    plugins = config.get("JobSubmitPlugins", "").split(",")
+    return not _KEEP_PARTITIONS.issuperset(plugins)
+
+
+def _open_partitions(
+    sizes_mb: Mapping[str, int], partitions: Mapping[str, Mapping[str, str]], asked: Mapping[str, str]
+) -> dict[str, int]:
+    """Return the partitions that this user's jobs may be sent to, as far as Slurm says it."""
+    allowed = {}
+    for name, mem_mb in sizes_mb.items():
+        facts = partitions.get(name, {})
+        is_open = facts.get("State", "UP") == "UP" and facts.get("RootOnly", "NO") == "NO"
+        for kind, key in (("account", "Accounts"), ("qos", "Qos")):
+            value = asked.get(kind, "")
+            names = facts.get(f"Allow{key}", "ALL")
+            is_denied = value in facts.get(f"Deny{key}", "").split(",") and value != ""
+            if is_denied or (names != "ALL" and value not in names.split(",")):
+                is_open = False
+        if is_open:
+            allowed[name] = mem_mb
+    return allowed
 
 
 @dataclass(kw_only=True)
@@ -113,12 +157,27 @@ class _Nodes:
     nodes: list[tuple[str, int, int]] = field(default_factory=list)  # (state, MB, CPUs), of these
     times_min: list[int | None] = field(default_factory=list)  # their limits; None: none
     sharing: list[str] = field(default_factory=list)  # OverSubscribe
+    num_nodes: list[str] = field(default_factory=list)  # of one job, such as 1-infinite
     others_mb: dict[str, int] = field(default_factory=dict)  # other partition -> MB of its largest node
 
     def longest_min(self) -> int | None:
         """Return the longest time limit, or None if a partition has none."""
         known = [each for each in self.times_min if each is not None]
         return max(known) if known and len(known) == len(self.times_min) else None
+
+    def has_limit(self) -> bool:
+        """Return whether a partition limits the time."""
+        return any(each is not None for each in self.times_min)
+
+    def nodes_limit(self, name: str) -> Limit | None:
+        """Return MinNodes or MaxNodes of the only partition, or None without one."""
+        if len(self.partitions) != 1:
+            return None
+        shown = self.num_nodes[0].split("-")  # 2-4, 2-infinite, or 2 for both
+        number = shown[0] if name == "MinNodes" else shown[-1]
+        if not number.isdecimal() or int(number) == 0:
+            return None
+        return Limit(number=int(number), of=f"{name} of partition {self.partitions[0]}")
 
     def larger_elsewhere(self) -> dict[str, int]:
         """Return the other partitions with more memory on a node than these have."""
@@ -145,17 +204,10 @@ def _read_nodes(partition: str | None) -> _Nodes:
             found.nodes.append((state, mem_mb, int(cpus.rstrip("+"))))
             found.times_min.append(minutes_of(max_time))
             found.sharing.append(rest[0] if rest else "")
+            found.num_nodes.append(rest[1] if len(rest) > 1 else "")
         return found
 
-    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l|%h")
-
-
-def _nodes_limit(partition: Mapping[str, str], name: str) -> Limit | None:
-    """Return a partition's MinNodes or MaxNodes, or None without one."""
-    number = partition.get(name, "")
-    if not number.isdecimal() or int(number) == 0:
-        return None
-    return Limit(number=int(number), of=f"{name} of partition {partition.get('PartitionName')}")
+    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%P|%T|%m|%c|%l|%h|%s")
 
 
 def _least(limits: list[Limit]) -> Limit | None:
@@ -192,10 +244,19 @@ def _read_partitions() -> dict[str, dict[str, str]]:
         return {}
 
 
-def _limits_of_accounts(asked: Mapping[str, str], partition_qos: str) -> dict[str, Limit]:
+@dataclass(frozen=True, kw_only=True)
+class _OfAccounts:
+    """What QOS, association and accounts allow."""
+
+    limits: dict[str, list[Limit]] = field(default_factory=dict)  # field of Limits -> its limits
+    flags: set[str] = field(default_factory=set)  # of the job's QOS
+
+
+def _read_limits_of_accounts(asked: Mapping[str, str], partition_qos: str, *, has_limit: bool) -> _OfAccounts:
     """Return the limits of the QOS and the association. Of several limits of a kind the first applies.
 
-    Slurm's order: the QOS of the partition, the QOS of the job, the association, its parents.
+    Slurm's order: the QOS of the partition, the QOS of the job, the association, its parents. A flag of the
+    job's QOS puts it before that of the partition. ``has_limit``: the partition limits the time.
     """
     me = user_name()
 
@@ -206,48 +267,67 @@ def _limits_of_accounts(asked: Mapping[str, str], partition_qos: str) -> dict[st
     try:
         lines = slurm_answer(parse, *command)
     except (SlurmAway, SlurmRefused):
-        return {}  # hidden from users; --test-only says what it can
+        return _OfAccounts()  # hidden from users; --test-only says what it can
     of_qos = {facts["QOS"].partition("(")[0]: facts for facts in lines if "QOS" in facts}
     associations = {}
     accounts = {}
+    partitions = ("", *asked.get("partition", "").split(","))
     for facts in lines:
+        place = facts.get("Partition", "")
         if facts.get("UserName", "").partition("(")[0] == me:
-            associations[facts.get("Account", "")] = facts
+            # One that holds for this partition alone comes before one for all.
+            if place in partitions and (place or facts["Account"] not in associations):
+                associations[facts.get("Account", "")] = facts
         elif "Account" in facts and not facts.get("UserName"):
             accounts[facts["Account"]] = facts
     default = [name for name, facts in associations.items() if facts.get("DefAssoc") == "Yes"]
     account = asked.get("account") or (default[0] if default else "")
     qos = asked.get("qos") or _default_qos(me, account)
-    ordered = [(f"QOS {name}", of_qos[name]) for name in (partition_qos, qos) if name in of_qos]
+    flags = _flags_of_qos(qos) if qos in of_qos and (has_limit or partition_qos in of_qos) else set()
+    names = [partition_qos, qos]
+    if "OverPartQOS" in flags:
+        names.reverse()
+    ordered = [(f"QOS {name}", of_qos[name]) for name in names if name in of_qos]
     if account in associations:
         ordered.append((f"your association with account {account}", associations[account]))
     for _ in range(len(accounts)):  # parents, of which a damaged answer could make a circle
         facts = accounts.get(account, {})
         ordered.append((f"account {account}", facts))
         account = facts.get("ParentAccount", "").partition("(")[0]
-    limits: dict[str, Limit] = {}
+    first: dict[tuple[str, str], Limit] = {}
     for of, facts in ordered:
-        for name, limit in _limits_of(of, facts).items():
-            limits.setdefault(name, limit)
-    return limits
+        for (name, word), number in _limits_of(facts).items():
+            first.setdefault((name, word), Limit(number=number, of=f"{word} of {of}"))
+    limits: dict[str, list[Limit]] = {}
+    for (name, _), limit in first.items():
+        limits.setdefault(name, []).append(limit)
+    return _OfAccounts(limits=limits, flags=flags)
 
 
-def _limits_of(of: str, facts: Mapping[str, str]) -> dict[str, Limit]:
-    """Return the limits in one line of ``scontrol show assoc_mgr``."""
-    most = dict(re.findall(r"(\w+)=(\d+)", facts.get("MaxTRESPJ", "").replace("=N(0)", "")))
-    most |= dict(re.findall(r"(\w+)=(\d+)", facts.get("MaxTRESPN", "")))
-    least = dict(re.findall(r"(\w+)=(\d+)", facts.get("MinTRESPJ", "")))
-    numbers = {
-        "time_min": ("MaxWall", facts.get("MaxWallPJ", "")),
-        "mem_mb": ("MaxTRES mem", most.get("mem", "")),
-        "num_cpus": ("MaxTRES cpu", most.get("cpu", "")),
-        "min_cpus": ("MinTRES cpu", least.get("cpu", "")),
-    }
+def _limits_of(facts: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """Return (field of Limits, Slurm's word) -> number, by one line of ``scontrol show assoc_mgr``."""
     limits = {}
-    for name, (word, number) in numbers.items():
-        if number.isdecimal():
-            limits[name] = Limit(number=int(number), of=f"{word} of {of}")
+    if facts.get("MaxWallPJ", "").isdecimal():
+        limits["time_min", "MaxWall"] = int(facts["MaxWallPJ"])
+    # Jobs of a group or a user together: more than this one job alone never gets, either.
+    for key, word in (("MaxTRESPJ", "MaxTRES"), ("MaxTRESPN", "MaxTRESPerNode"), ("GrpTRES", "GrpTRES")):
+        most = dict(re.findall(r"(\w+)=(\d+)", facts.get(key, "")))  # N is no limit
+        for name, unit in (("mem_mb", "mem"), ("num_cpus", "cpu")):
+            if unit in most:
+                limits[name, f"{word} {unit}"] = int(most[unit])
+    least = dict(re.findall(r"(\w+)=(\d+)", facts.get("MinTRESPJ", "")))
+    if "cpu" in least:
+        limits["min_cpus", "MinTRES cpu"] = int(least["cpu"])
     return limits
+
+
+def _flags_of_qos(name: str) -> set[str]:
+    """Return the flags of a QOS, or none if the accounts do not answer."""
+    command = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "where", f"name={name}")
+    try:
+        return slurm_answer(lambda text: set(text.strip().split(",")), *command, "format=Flags")
+    except (SlurmAway, SlurmRefused):
+        return set()
 
 
 def _default_qos(user: str, account: str) -> str:

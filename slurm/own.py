@@ -77,7 +77,7 @@ def why_not_retried(shard: Shard, changes: dict[str, object], *, is_named: bool 
 
     A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three
     times in the same way only if ``changes`` differ from its request or a person named it. Failures count
-    from the last ``retry`` that a person typed.
+    from the last ``submit`` or ``retry`` that a person typed.
     """
     attempts = own_attempts(shard)
     if shard.state != "failed" or not attempts:

@@ -13,8 +13,8 @@ _REASONS = (
     ("Priority", "other jobs have a higher priority", ""),
     ("JobArrayTaskLimit", "as many tasks run as --max_parallel allows", ""),
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
-    ("launch failed requeued held", "held; its node could not start it (a prolog failed?)", "release"),
-    ("JobHeld|job requeued in held|JobHoldMax|ReservationDel", "held until it is released", "release"),
+    ("launch.failed.requeued.held", "held; its node could not start it (a prolog failed?)", "release"),
+    ("JobHeld|job.requeued.in.held|JobHoldMax|ReservationDel", "held until it is released", "release"),
     ("suspended", "suspended by an administrator, or by Slurm for other jobs; ask if it lasts", "ask"),
     ("BeginTime", "its start time has not come; a requeued job waits a little first", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit again", "cancel"),
@@ -26,7 +26,9 @@ _REASONS = (
     ("BadConstraints", "no node meets its constraints: cancel, and change SBATCH_CONSTRAINT", "cancel"),
     ("Reservation", "its reservation has not begun", ""),
     ("Invalid(Account|QOS)|(Account|QOS)NotAllowed", "change --account or SBATCH_QOS", "cancel"),
-    (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"it is above a limit of the account or QOS: {_LESS}", "cancel"),
+    (r"(Assoc|QOS)\w*(PerJob|PerNode|MaxWall)", f"above a limit of the account or QOS: {_LESS}", "cancel"),
+    (r"QOSMin[A-Z]", "it is below the least that the QOS gives: cancel, and ask for more", "cancel"),
+    ("MaxMemPerLimit", f"above the memory that the partition gives: {_LESS} --mem_gb", "cancel"),
     (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS runs as much as it allows", ""),
     (r"(Assoc|QOS)Grp\w*Minutes", "no hours are left: cancel, and change --account or SBATCH_QOS", "cancel"),
     ("Assoc|QOS|MaxMem", "a limit of the account, the QOS or of memory is reached", ""),
@@ -55,4 +57,4 @@ def meaning_of(reason: str) -> tuple[str, str]:
 
 def reasons_of(reason: str) -> list[str]:
     """Return the reasons that squeue joined. A comma before a blank is a part of one reason."""
-    return re.split(r",(?=[A-Z][A-Za-z]+(?:,|$|\())", reason)
+    return re.split(r",(?=[A-Z][A-Za-z]+(?:,|$|\()|launch.failed|job.requeued)", reason)

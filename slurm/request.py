@@ -21,6 +21,7 @@ from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
 # Fields that exclude each other.
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")
 SIZE_FIELDS = ("cpus_per_task", "nodes")
+_MEMORY_OPTIONS = {"--mem", "--mem-per-cpu", "--mem-per-gpu"}  # of sbatch, which takes one of them
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
 _node_flag = functools.partial(option, group="partition, account and nodes")
@@ -98,7 +99,9 @@ class JobRequest:
 
     def sbatch_options(self) -> list[str]:
         """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
-        options = shlex.split(self.sbatch_args)
+        options = _words_of_sbatch(self.sbatch_args)
+        if self.mem_gb is not None or self.mem_per_cpu_gb is not None:  # sbatch takes one form of memory
+            options = [each for each in options if each.partition("=")[0] not in _MEMORY_OPTIONS]
         if self.nodes is None:
             options += ["--nodes=1", "--ntasks=1"]
         else:  # if a node dies, the others go on
@@ -108,12 +111,18 @@ class JobRequest:
             options.append(f"--mem={round(self.mem_gb * 1024)}M")
         elif self.mem_per_cpu_gb is not None:
             options.append(f"--mem-per-cpu={round(self.mem_per_cpu_gb * 1024)}M")
-        elif self.num_cpus is None:
+        elif self.num_cpus is None and not self.names_memory:
             options.append("--mem=0")  # all of the node's
         if self.time_min is not None:
             options.append(f"--time={self.time_min}")
         for_site = ("partition", "account", "qos", "constraint", "exclude")
         return [*options, *(f"--{name}={getattr(self, name)}" for name in for_site if getattr(self, name))]
+
+    @property
+    def names_memory(self) -> bool:
+        """Return whether the user asks for some memory, by a flag or an option of sbatch."""
+        given = {each.partition("=")[0] for each in _words_of_sbatch(self.sbatch_args)}
+        return self.mem_gb is not None or self.mem_per_cpu_gb is not None or bool(given & _MEMORY_OPTIONS)
 
     @property
     def num_cpus(self) -> int | None:
@@ -125,6 +134,18 @@ class JobRequest:
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with changes. Memory of one kind replaces the other kind, CPUs replace nodes."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
+
+
+def _words_of_sbatch(args: str) -> list[str]:
+    """Split options of sbatch. A value behind its option stays with it: each gets its own line."""
+    words: list[str] = []
+    for word in shlex.split(args):
+        if words and not word.startswith("-"):
+            joint = "=" if words[-1].startswith("--") else ""
+            words[-1] += f"{joint}{word}"
+        else:
+            words.append(word)
+    return words
 
 
 def _check_sbatch_word(given: str, word: str) -> None:
@@ -188,9 +209,9 @@ class SendOptions:
     round: int | None = None  # of a controller; None: a person typed the command
 
     @property
-    def is_typed_retry(self) -> bool:
-        """Return whether a person typed ``retry``, after which failures count anew."""
-        return self.command == "retry" and self.round is None
+    def is_typed(self) -> bool:
+        """Return whether a person typed the command, after which failures count anew."""
+        return self.round is None
 
     @property
     def next_round(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,9 +22,9 @@ from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.checks import check_folder, check_queue
 from slurm.commands import REQUEST_VARIABLES, ask_patiently, minutes_of
 from slurm.controller import finish, submit_controller, why_not_verified
-from slurm.fit import Site, more_memory, more_time
+from slurm.fit import NUM_PROC, Site, more_memory, more_time
 from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
-from slurm.request import JobRequest, SendOptions, request_of, with_variables
+from slurm.request import MEMORY_FIELDS, JobRequest, SendOptions, request_of, with_variables
 from slurm.send import Group, send_groups
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
@@ -80,22 +81,25 @@ def _groups_to_retry(
     # A person who names shards, or wants all to be done, has corrected the cause. Controllers pass --round.
     is_named = options.round is None and (wanted is not None or options.until_done)
     again = []
+    left_out: dict[str, list[int]] = {}
     for shard in state.shards:
         if wanted is not None and shard.shard_id not in wanted:
             continue
         why = why_not_retried(shard, changes, is_named=is_named)
         if why:
             remedy = remedy_of(shard.cause or "")
-            say(f"left out: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy}")
+            left_out.setdefault(f"{shard.cause}; {why}; {remedy}", []).append(shard.shard_id)
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
+    for words, ids in left_out.items():
+        say(f"left out: {shards_text(id_ranges(ids))}: {words}")
     if not again:
         return []
     base = _base_request(state, changes)
     groups: dict[JobRequest, list[int]] = {}
     notes: dict[str, list[int]] = {}
     for shard in again:
-        request, note = _request_after(shard, base, site)
+        request, note = _request_after(shard, base, changes, site)
         groups.setdefault(request.changed(**changes), []).append(shard.shard_id)
         if note:
             notes.setdefault(note, []).append(shard.shard_id)
@@ -162,24 +166,34 @@ def _refuse_values_of_others(state: DatasetState, sent: Submission, changes: dic
     raise Refused(path=state.folder, found=found, expected=expected, remedy=remedy)
 
 
-def _request_after(shard: Shard, base: JobRequest, site: Site) -> tuple[JobRequest, str]:
-    """Return the request of the last attempt, with more of what ran out, and what to say about it, or ""."""
+def _request_after(
+    shard: Shard, base: JobRequest, changes: dict[str, object], site: Site
+) -> tuple[JobRequest, str]:
+    """Return the request of the last attempt, with more of what ran out, and what to say about it, or "".
+
+    The user's ``changes`` count first: another partition has other limits.
+    """
     attempts = own_attempts(shard)
     if not attempts:
         return base, ""
     last = attempts[-1]
     array = last.array
     request = _without_dependency(last.request) if last.request else base
+    request = request.changed(**changes)
     cause = last.cause(shard.shard_id)
-    if cause == OUT_OF_MEMORY:
+    note = ""
+    has_answer = any(name in changes for name in MEMORY_FIELDS)
+    has_answer |= bool(re.search(NUM_PROC, str(changes.get("worker_args"))))
+    if cause == OUT_OF_MEMORY and not has_answer:
         known = array or last.record
         had_mb = known.mem_mb if known else None
-        return more_memory(request, had_mb, len(last.shards), site.limits(request))
-    if cause == TIMEOUT:
+        limits = site.limits(request, for_memory=True)
+        request, note = more_memory(request, had_mb, len(last.shards), limits)
+    elif cause == TIMEOUT and "time_min" not in changes:
         # `scontrol update timelimit=` may have raised the limit. A plain sbatch task's is not recorded.
         limit_min = (array.time_min if array else None) or request.time_min or 0
         ran_min = round(last.elapsed_s / 60)
         if ran_min - limit_min <= _LATE_KILL_MIN:
             ran_min = limit_min or ran_min
-        return more_time(request, ran_min, site.limits(request))
-    return request, ""
+        request, note = more_time(request, ran_min, site.limits(request))
+    return request, note

@@ -188,7 +188,7 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: _Jobs) -> tuple[
             arrays=arrays,
             verify=SentJob(job_id=shown.job_id, name=shown.name, submit_time=shown.submit_time),
             identity=attempts.folder_identity(folder),
-            is_typed=options.is_typed_retry,
+            is_typed=options.is_typed,
         )
         controller = ""
         if jobs.controller_script is not None:
@@ -238,7 +238,7 @@ def _summary_lines(jobs: _Jobs) -> list[str]:
     return lines
 
 
-def _is_too_many(error: SlurmRefused) -> bool:
+def _is_too_many(error: ShardprepError) -> bool:
     """Return whether fewer tasks may be accepted."""
     text = str(error)
     return bool(_TOO_MANY.search(text)) and not _TOO_LARGE.search(text)
@@ -285,7 +285,7 @@ def _send_or_show(
                 print_lines(*_summary_lines(jobs), *"\n".join(jobs.scripts()).split("\n"))
                 return None
             return _send_held(options, state, jobs)
-        except SlurmRefused as error:
+        except (SlurmRefused, SlurmFull) as error:
             if max_tasks == 1 or not _is_too_many(error):
                 raise
             max_tasks //= 2
@@ -305,8 +305,11 @@ def _release(state: DatasetState, submission: Submission) -> None:
     """Let the jobs begin, now that they are recorded. If slurmctld does not answer, it is asked again."""
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
-        for job in submission.jobs:  # one by one: a call with several ids may release only some of them
-            ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
+        try:
+            ask_patiently(partial(run_slurm, "scontrol", "release", ids))
+        except SlurmRefused:  # only some may be released; a release once more changes nothing
+            for job in submission.jobs:
+                ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
         advice = "The jobs are recorded and held; fix the cause, then release them"
         remedy = f"scontrol release {ids}"

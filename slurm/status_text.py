@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep import console
-from shardprep.console import counted, quoted, shards_text
+from shardprep.console import counted, quoted, shards_text, shards_to_type
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import ids_of_ranges, quarantine_name
@@ -17,7 +17,6 @@ from slurm.causes import BAD_INPUT, OUT_OF_MEMORY, TIMEOUT
 from slurm.status_data import MAX_FAILURES, Failure, Status, Wait, newest_failures
 
 _MAX_EVENTS = 5  # of the history
-_MAX_IDS_CHARS = 200
 _MAX_EVENT_CHARS = 400
 _SHOWN_FACTS = ("round", "causes", "why", "report", "jobs")  # of an event
 
@@ -125,19 +124,8 @@ def _cut(words: str) -> str:
 
 def _shown_shards(ids: str) -> str:
     """Return shards for people: the first ranges, then how many more."""
-    if len(ids) <= _MAX_IDS_CHARS:
-        return shards_text(ids)
-    end = ids.rindex(",", 0, _MAX_IDS_CHARS)
-    num_more = len(ids_of_ranges(ids[end + 1 :]))
-    return f"{shards_text(ids[:end])} and {num_more:,} more (--json has all)"
-
-
-def _to_type(ids: str) -> str:
-    """Return ids for a command: long ones as one range around them, as it leaves out what is done or runs."""
-    if len(ids) <= _MAX_IDS_CHARS:
-        return ids
-    every = ids_of_ranges(ids)
-    return f"{every[0]}-{every[-1]}"
+    text = shards_text(ids)
+    return f"{text} (--json has all)" if text.endswith(" more") else text
 
 
 def _notes(status: Status) -> list[str]:
@@ -189,7 +177,7 @@ def _next_line(status: Status) -> str:
     if status.unrecorded_jobs:
         return f"next: wait for the end of the jobs without a record, or: {commands.on('cancel', folder)}"
     if status.not_visible:
-        again = commands.submit(folder, "--shards", _to_type(status.not_visible))
+        again = commands.submit(folder, "--shards", shards_to_type(status.not_visible))
         return f"next: look where these jobs are visible; if they do not run: {again}"
     has_answer = status.has_slurm and not status.slurm_away
     if status.failed:
@@ -220,7 +208,7 @@ def _after_failures(status: Status, folder: Path, *, has_answer: bool) -> str:
             return f"{commands.on('logs', folder, first)}  # {about}"
     if not has_answer:
         return commands.run(folder)
-    again = commands.on("retry", folder, "--shards", _to_type(status.failed))
+    again = commands.on("retry", folder, "--shards", shards_to_type(status.failed))
     asks_for_more = status.causes.keys() <= {OUT_OF_MEMORY, TIMEOUT}  # retry does
     return again if asks_for_more else f"correct the cause, then: {again}"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lustre
-from shardprep.console import print_lines, say, shards_text
+from shardprep.console import print_lines, say, shards_text, shards_to_type
 from shardprep.format import commands
 from shardprep.format.names import chosen_shards, id_ranges
 from slurm.checks import check_folder, check_queue
@@ -58,7 +58,7 @@ def _missing_shards(
     elif not_visible:
         why = state.why_not_visible()
         ids = id_ranges(not_visible)
-        say(f"left out: {shards_text(ids)} may be running ({why}); if not: --shards {ids}")
+        say(f"left out: {shards_text(ids)} may be running ({why}); if not: --shards {shards_to_type(ids)}")
     if wanted is not None:
         missing = [shard_id for shard_id in missing if shard_id in wanted]
     if missing:

@@ -85,7 +85,7 @@ class Submission:
     arrays: Annotated[list[JobArray], Meta(min_length=1)]
     verify: SentJob
     identity: Text  # of the folder, see ``folder_identity``
-    is_typed: bool = False  # a person typed ``retry``, after which failures count anew
+    is_typed: bool = False  # a person sent it: failures count anew from here
     # Whether this user wrote the file and no one else can write to it. Not stored in the file.
     is_own: bool = dataclasses.field(default=True, compare=False)
 

@@ -187,7 +187,7 @@ class Desk:
         return re.findall(r"^shards_of=\((.*)\)$", "\n".join(self.sent()), re.MULTILINE)
 
     def released(self) -> list[str]:
-        """Return the jobs that were released."""
+        """Return the jobs that each call released."""
         calls = self.calls("scontrol")
         return [call.removeprefix("release ") for call in calls if call.startswith("release")]
 

@@ -14,29 +14,45 @@ from tests.world import call_main
 pytestmark = pytest.mark.processes
 
 ENFORCED = f"{CONFIG}AccountingStorageEnforce = associations,limits,qos\n"
-SINFO = "cpu*|idle|4000|8|{limit}|NO\nbig|idle|64000|8|infinite|NO\n"
+SINFO = "cpu*|idle|4000|8|{limit}|NO|{nodes}\nbig|idle|64000|8|infinite|NO|1-infinite\n"
 # As `scontrol --oneliner show assoc_mgr` prints them, without the fields that are not read.
 ASSOCIATIONS = """\
 Association Records
 ClusterName=test Account=root UserName= ParentAccount= DefAssoc=No MaxWallPJ={parent} MaxTRESPJ= MaxTRESPN=
+ClusterName=test Account=p UserName=root(0) Partition=gpu ParentAccount= DefAssoc=Yes MaxWallPJ=1 MaxTRESPJ=
 ClusterName=test Account=p UserName= ParentAccount=root(1) DefAssoc=No MaxWallPJ= MaxTRESPJ= MaxTRESPN=
-ClusterName=test Account=p UserName=root(0) ParentAccount= DefAssoc=Yes MaxWallPJ= MaxTRESPJ= MaxTRESPN=
+ClusterName=test Account=p UserName=root(0) Partition= ParentAccount= DefAssoc=Yes MaxWallPJ= MaxTRESPJ=
+ClusterName=test Account=p UserName=root(0) Partition=old ParentAccount= DefAssoc=Yes MaxWallPJ=1 MaxTRESPJ=
 QOS Records
 QOS=normal(1) MaxWallPJ= MaxTRESPJ= MaxTRESPN= MinTRESPJ= PreemptMode=OFF
+QOS=team(3) GrpTRES=cpu=N(0),mem=3000(9) MaxWallPJ= MaxTRESPJ= MaxTRESPN= MinTRESPJ= PreemptMode=OFF
+QOS=long(4) MaxWallPJ=90 MaxTRESPJ= MaxTRESPN= MinTRESPJ= PreemptMode=OFF
 QOS=short(2) MaxWallPJ=5 MaxTRESPJ=mem=2048,cpu=4 MaxTRESPN= MinTRESPJ=cpu=2 PreemptMode=OFF
 """
 
 
-def site(desk: Desk, *, limit: str = "infinite", parent: str = "", partition_qos: str = "N/A") -> None:
-    """Let the stand-ins answer as a site with a QOS of 2 to 4 CPUs, 2 GB and five minutes."""
+def site(
+    desk: Desk,
+    *,
+    limit: str = "infinite",
+    parent: str = "",
+    partition_qos: str = "N/A",
+    nodes: str = "1-infinite",
+    flags: str = "",
+) -> None:
+    """Let the stand-ins answer as a site with a QOS of 2 to 4 CPUs, 2 GB and five minutes.
+
+    ``flags``: of every QOS.
+    """
     desk.answers("config", ENFORCED)
-    desk.answers("sinfo", SINFO.format(limit=limit))
+    desk.answers("sinfo", SINFO.format(limit=limit, nodes=nodes))
     desk.answers("partition", f"PartitionName=cpu Default=YES QoS={partition_qos} MaxMemPerNode=UNLIMITED\n")
     desk.answers("assoc_mgr", ASSOCIATIONS.format(parent=parent))
     asked = 'case "$*" in *"show partition"*) cat PLACE/partition;; *assoc_mgr*) cat PLACE/assoc_mgr;; '
     desk.answers_by("scontrol", f"{asked}*) REAL;; esac")
     accounts = desk.place / "bin" / "sacctmgr"
-    accounts.write_text("#!/bin/bash\necho 'p||normal,short'\n")
+    says = f'[[ $* = *"show qos"* ]] && echo "{flags}" || echo "p||normal,short"'
+    accounts.write_text(f"#!/bin/bash\n{says}\n")
     accounts.chmod(0o755)
 
 
@@ -63,7 +79,9 @@ def test_verify_and_controller_ask_for_no_more_time_than_is_allowed(
     assert "at most --time_min 5" in refusal
 
 
-@pytest.mark.parametrize("args", ["-qshort", "--qos=short --comment=a"])
+@pytest.mark.parametrize(
+    "args", ["-qshort", "--qos=short --comment=a", "-q short", "--comment a --qos short"]
+)
 def test_limits_are_those_of_a_qos_in_sbatch_args_too(desk: Desk, args: str) -> None:
     site(desk)
     flags = ("--time_min", 6, "--cpus_per_task", 2, "--sbatch_args", args)
@@ -84,6 +102,78 @@ def test_a_request_outside_a_limit_is_refused_with_the_limit_and_the_flag(
     assert named in refusal
     assert "QOS short" in refusal
     assert not desk.sent()
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "minutes", "least"),
+    [({"limit": "5:00", "flags": "PartitionTimeLimit"}, {"SBATCH_QOS": "long"}, 90, 91),
+     ({"partition_qos": "short", "flags": "DenyOnLimit,OverPartQOS"}, {"SBATCH_QOS": "long"}, 90, 91),
+     ({"partition_qos": "short"}, {"SBATCH_QOS": "long"}, 5, 6),
+     ({}, {"SBATCH_PARTITION": "big"}, 9999, 0), ({}, {"SBATCH_PARTITION": "big,gpu"}, 1, 2)],
+)  # fmt: skip
+def test_the_limits_are_those_that_slurm_applies(
+    desk: Desk, given: dict[str, Any], environ: dict[str, Any], minutes: int, least: int
+) -> None:
+    """A flag of a QOS puts it before the partition, and a user may have an association for each partition."""
+    site(desk, **given)
+    desk.slurm("submit", "--time_min", minutes, "--cpus_per_task", 2, "--dry_run", **environ)
+    if least:
+        desk.slurm("submit", "--time_min", least, "--cpus_per_task", 2, code=2, **environ)
+
+
+def test_a_job_that_is_larger_than_all_jobs_of_a_group_may_be_is_refused(desk: Desk) -> None:
+    site(desk)
+    refusal = desk.slurm("submit", "--mem_gb", 3, code=2, SBATCH_QOS="team")
+    assert "GrpTRES mem of QOS team" in refusal
+    desk.slurm("submit", "--mem_gb", 2.9, SBATCH_QOS="team")
+
+
+@pytest.mark.parametrize(("plugins", "code"), [("lua", 0), ("(null)", 2), ("require_timelimit", 2)])
+def test_limits_of_the_default_partition_bind_no_job_that_a_plugin_may_send_elsewhere(
+    desk: Desk, plugins: str, code: int
+) -> None:
+    site(desk, limit="5:00")
+    desk.answers("config", f"{ENFORCED}JobSubmitPlugins = {plugins}\n")
+    shown = desk.slurm("submit", "--time_min", 60, "--dry_run", "--until_done", code=code)
+    if not code:
+        assert options(shown, "time") == ["60", "61", "61"]
+        assert options(desk.slurm("submit", "--time_min", 5, "--dry_run"), "time") == ["5", "5"]
+    desk.slurm("submit", "--time_min", 60, "--partition", "cpu", code=2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_named"),
+    [("State=UP AllowAccounts=ALL", True), ("State=DOWN AllowAccounts=ALL", False),
+     ("State=UP AllowAccounts=others", False), ("State=UP DenyAccounts=p,q", False)],
+)  # fmt: skip
+def test_no_partition_is_advised_that_would_refuse_the_user(desk: Desk, facts: str, is_named: bool) -> None:
+    site(desk)
+    desk.answers("partition", f"PartitionName=cpu QoS=N/A\nPartitionName=big QoS=N/A {facts}\n")
+    desk.submitted(array(request={"mem_gb": 3.9, "account": "p"}, tasks=["0"], mem_mb=3994))
+    desk.record("1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
+    assert ("--partition big" in desk.slurm("retry", "--dry_run")) == is_named
+
+
+def test_a_retry_in_another_partition_asks_for_what_that_one_allows(desk: Desk) -> None:
+    desk.answers("sinfo", "cpu*|idle|4000|8|infinite|NO\nbrief|idle|9000|8|0:05:00|NO\n")
+    desk.submitted(array(request={"time_min": 4}, time_min=4, tasks=["0", "1", "2-4"]))
+    desk.record("1_0", ended(75, stopped_by="TIMEOUT", time=1240))
+    desk.record("1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
+    shown = desk.slurm("retry", "--shards", "0-1", "--partition", "brief", "--dry_run")
+    assert set(options(shown, "time")) == {"5", "4"}
+    assert "MaxTime of partition brief" in shown
+
+
+@pytest.mark.parametrize("default_mb", [512, 4000])
+def test_memory_in_sbatch_args_is_the_only_form_of_memory(desk: Desk, default_mb: int) -> None:
+    """Slurm takes one form: the controller's own memory replaces the user's."""
+    desk.answers("config", f"{CONFIG}DefMemPerCPU = {default_mb}\n")
+    flags = ("--sbatch_args", "--mem-per-cpu=2G", "--until_done", "--dry_run")
+    shown = desk.slurm("submit", *flags)
+    both = zip(options(shown, "mem"), options(shown, "mem-per-cpu"), strict=True)
+    assert [bool(mem) + bool(per_cpu) for mem, per_cpu in both] == [1, 1, 1]
+    shown = desk.slurm("submit", "--sbatch_args", "--mem=3G", "--cpus_per_task", "node", "--dry_run")
+    assert options(shown, "mem")[0] == "3G"
 
 
 @pytest.mark.parametrize(
@@ -181,11 +271,42 @@ def test_a_full_queue_is_no_request_that_is_too_large_and_until_done_waits(desk:
     desk.at_waits(wait)
     desk.slurm("submit", "--until_done")
     assert waits == [5]
-    assert desk.released() == ["1", "2"]
+    assert desk.released() == ["1,2"]
+
+
+@pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit"])
+def test_until_done_waits_until_the_users_other_jobs_have_ended(desk: Desk, limit: str) -> None:
+    """Not even one task is taken."""
+    refuses = FULL.replace("allocation failure: Resource temporarily unavailable", f"sbatch: error: {limit}")
+    desk.answers_by("sbatch", f"[[ -e PLACE/room ]] || {refuses}; REAL")
+    assert "MaxSubmitJobs" in desk.slurm("submit", code=74)
+    waits: list[float] = []
+
+    def wait(delay_s: float) -> None:
+        waits.append(delay_s)
+        (desk.place / "room").touch()
+
+    desk.at_waits(wait)
+    desk.slurm("submit", "--until_done")
+    assert waits == [5]
+    assert desk.sent_shards() == ["0 1 2 3 4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"), [(("--until_done",), 11), ((), 9), (("--mem_gb", "1", "--until_done"), 12)]
+)
+def test_a_submission_makes_few_calls_of_slurms_commands(
+    desk: Desk, flags: tuple[str, ...], most: int
+) -> None:
+    desk.answers("sinfo", SINFO.format(limit="infinite", nodes="1-infinite"))
+    desk.slurm("submit", *flags)
+    names = ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel")
+    calls = {name: desk.calls(name) for name in names}
+    assert sum(map(len, calls.values())) == most, calls
 
 
 def test_limits_of_accounts_are_asked_for_only_where_slurm_enforces_them(desk: Desk) -> None:
-    desk.answers("sinfo", SINFO.format(limit="infinite"))
+    desk.answers("sinfo", SINFO.format(limit="infinite", nodes="1-infinite"))
     desk.slurm("submit")
     assert not [call for call in desk.calls("scontrol") if "assoc_mgr" in call]
     assert sum("config" in call for call in desk.calls("scontrol")) == 1
@@ -237,9 +358,7 @@ def test_several_jobs_of_several_nodes_share_the_shards(desk: Desk) -> None:
 
 
 def test_a_number_of_nodes_that_the_partition_does_not_give_is_refused(desk: Desk) -> None:
-    site(desk)
-    facts = "PartitionName=cpu Default=YES QoS=N/A MinNodes=2 MaxNodes=3 MaxMemPerNode=UNLIMITED\n"
-    desk.answers("partition", facts)
+    site(desk, nodes="2-3")
     assert "--nodes 2 or more" in desk.slurm("submit", code=2)
     assert "at most --nodes 3" in desk.slurm("submit", "--nodes", 4, code=2)
     assert "--small_partition" in desk.slurm("submit", "--nodes", 3, code=2), "verify needs one node"

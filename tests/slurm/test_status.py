@@ -740,6 +740,18 @@ def test_until_done_by_a_person_sends_what_failed_three_times_and_counts_anew(de
     assert desk.sent_shards() == ["1", "1"]
 
 
+@pytest.mark.parametrize("command", ["submit", "retry"])
+def test_failures_count_from_the_last_command_of_a_person(desk: Desk, command: str) -> None:
+    desk.make_done(0, 2, 3, 4)
+    for step in failures(1, *[ended(2)] * 3):
+        step(desk)
+    desk.slurm(command, "--shards", "1")
+    desk.record("1_0", ended(2), shards="1", time=5000)
+    assert desk.status()["can_retry"] == "1"
+    desk.slurm("retry", "--until_done", "--round", 2)
+    assert desk.sent_shards() == ["1", "1"]
+
+
 # --- what status shows of many shards
 
 
@@ -768,6 +780,17 @@ def test_thousands_of_scattered_shards_are_a_short_line_and_a_short_command(desk
     assert ids.count(",") + 1 + int(more.split()[0]) == 400
     assert lines[-1].endswith("--shards 0-798")
     desk.slurm("retry", "--shards", "0-798", "--dry_run")
+    said = desk.slurm("retry")
+    assert max(map(len, said.splitlines())) < 500
+    assert "and " in said
+
+
+def test_thousands_of_shards_that_are_not_sent_again_are_one_line(desk: Desk) -> None:
+    for shard_id in range(5):
+        desk.record(f"1_{shard_id}", ended(65))
+    said = desk.slurm("retry", code=74)
+    assert said.count("left out: ") == 1
+    assert "left out: shards 0-4: bad input" in said
 
 
 # --- ends that only squeue knows
@@ -846,11 +869,12 @@ def test_a_job_that_a_person_named_like_ours_is_still_known_by_its_id(desk: Desk
 
 def test_a_held_task_among_waiting_ones_is_named_with_the_command_that_releases_it(desk: Desk) -> None:
     desk.submitted()
-    desk.queue(squeue_line("0-4", "PENDING", "JobArrayTaskLimit,JobHeldUser"))
-    (waits,) = desk.status()["waits_for"]
-    assert waits["to_type"] == "scontrol release 1"
-    assert "max_parallel" in waits["means"]
-    assert "held" in waits["means"]
+    for held in ("JobHeldUser", "launch failed requeued held", "job requeued in held state"):
+        desk.queue(squeue_line("0-4", "PENDING", f"JobArrayTaskLimit,{held}"))
+        (waits,) = desk.status()["waits_for"]
+        assert waits["to_type"] == "scontrol release 1"
+        assert "max_parallel" in waits["means"]
+        assert "held" in waits["means"]
     reason = "ReqNodeNotAvail, UnavailableNodes:n[1-2]"
     desk.queue(squeue_line("0-4", "PENDING", reason))
     assert desk.status()["waits_for"][0]["to_type"] == ""
@@ -922,6 +946,9 @@ NEVER_BEGINS = ("PartitionTimeLimit", "PartitionConfig", "QOSGrpCPUMinutesLimit"
 # Slurm's reason -> the command to type; "": only an administrator can help; None: the job starts by itself.
 REASONS: dict[str, str | None] = {
     **dict.fromkeys(("launch failed requeued held", "JobHeldUser"), "scontrol release 1"),
+    **dict.fromkeys(("launch_failed_requeued_held", "job_requeued_in_held_state"), "scontrol release 1"),
+    **dict.fromkeys(("QOSMinCpuNotSatisfied", "QOSMinGRES", "QOSMaxMemoryPerNode"), "shardprep cancel {}"),
+    **dict.fromkeys(("MaxMemPerLimit", "QOSMinMemory"), "shardprep cancel {}"),
     **dict.fromkeys((*NEVER_BEGINS, "AssocMaxWallDurationPerJobLimit"), "shardprep cancel {}"),
     "JobHeldAdmin": "",
     **dict.fromkeys(("QOSGrpCPURunMinutesLimit", "Resources")),

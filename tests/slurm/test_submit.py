@@ -184,7 +184,7 @@ class Site(NamedTuple):
     says: str = ""
     sends: Sequence[str] = (ALL,)
     cancels: Sequence[str] = ()
-    releases: Sequence[str] = ("1", "2")
+    releases: Sequence[str] = ("1,2",)
     records: Mapping[str, object] = {}  # of the array
 
 
@@ -205,7 +205,7 @@ printf '%s\\n' "$script" | REAL""".replace("REFUSED", TOO_MANY)
 SAYS_MORE = "id=$(REAL) || exit; [[ -n $id ]] || exit 0; "
 LATER = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
 RELEASE_LATER = (
-    f'[[ "$*" != "release 1" || -e PLACE/asked ]] || {{ touch PLACE/asked; {REFUSES.format(LATER)}; }}'
+    f'[[ "$*" != "release "* || -e PLACE/asked ]] || {{ touch PLACE/asked; {REFUSES.format(LATER)}; }}'
 )
 CANCELLED = f"[[ $1 != release ]] || {REFUSES.format('Job has already finished for job 1')}; exec REAL"
 FEW = ("0-1 2-4",)
@@ -219,7 +219,7 @@ SITES = {
     # For example an account without hours, if the site makes Slurm refuse its jobs.
     "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),
     "no room for the controller": Site(
-        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3", "4")),
+        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3,4",)),
     # Slurm's message is the same for drained nodes and nodes that never fit.
     "drained nodes": Site(
         f'[[ "$*" != *--test-only* ]] || {NO_SUCH_NODE}; exec REAL', says="Requested node",

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from outside of docs/ and all flags join the site; ``llms.txt`` lists the pages."""
+"""Hooks of mkdocs: files outside of docs/, flags and members are pages, too; ``llms.txt`` lists the pages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def on_files(files: Files, config: Any) -> Files:
     for path in OUTSIDE:
         files.append(File.generated(config, path, content=(ROOT / path).read_text(encoding="utf-8")))
     sys.path.insert(0, str(ROOT))
-    from tests.command_reference import page
+    from tests import command_reference, loader_reference
 
-    files.append(File.generated(config, "flags.md", content=page()))
+    files.append(File.generated(config, "flags.md", content=command_reference.page()))
+    files.append(File.generated(config, "members.md", content=loader_reference.page_of_members()))
     return files
 
 

@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "loader.md"
 HEAD = """\
 # Loader reference
 
-The arguments of `get_llama3_dataloader` and the members of the loader that it returns;
+The arguments of `get_llama3_dataloader`, and what training loops use of the loader that it returns.
 [training.md](training.md) shows how to use them. `python -m tests.loader_reference` generates this page.
 
 ## At a glance
@@ -39,6 +39,25 @@ passed by position. Names that torch's DataLoader has mean the same here.
 ## Arguments of get_llama3_dataloader
 """
 
+# What the loops on the pages of docs/ use.
+OF_LOOPS = {
+    "describe", "ends_step", "follow", "labels_per_rank", "load_state_dict", "num_steps_delivered",
+    "set_epoch", "state_at", "state_dict",
+}  # fmt: skip
+LOADER = """\
+## The loader
+
+`help(type(loader))` prints all members, and `make docs` builds a page of them and of the other names of the
+package. Most loops use these:
+"""
+MEMBERS_HEAD = """\
+# Members of the loader
+
+Everything that a loader has, and the other names of the package `loader`. [Arguments](loader.md).
+
+## The loader
+"""
+
 
 def page() -> str:
     """Return the contents of docs/loader.md."""
@@ -51,13 +70,15 @@ def page() -> str:
             shown = "" if default in (None, (), inspect.Parameter.empty) else f"={default!r}"
             lines.append(f"- `{name}{shown}`: {text.replace('``', '`')}")
         lines.append("")
-    lines.append("## The loader\n")
-    for name, member in sorted(vars(loader.TokenLoader).items()):
-        is_property = isinstance(member, (property, functools.cached_property))
-        if not name.startswith("_") and (is_property or inspect.isfunction(member)):
-            taken = [] if is_property else [*inspect.signature(member).parameters][1:]
-            called = "" if is_property else f"({', '.join(taken)})"
-            lines.append(f"- `{name}{called}`: {_first_paragraph(member)}")
+    lines.append(LOADER)
+    lines += [line for name, line in _lines_of_members().items() if name in OF_LOOPS]
+    lines.append("")
+    return "\n".join(lines)
+
+
+def page_of_members() -> str:
+    """Return the site's page of all members and names, which ``help(loader)`` prints, too."""
+    lines = [MEMBERS_HEAD, *_lines_of_members().values()]
     counts = "`num_batches`, `num_tokens`, `num_padding`, `num_cut_tokens`, `wait_s`, `padding_share`"
     lines += [f"- `metrics`: counts of this rank: {counts}; `reset()`.\n", "## Other names of the package\n"]
     errors = []
@@ -69,6 +90,18 @@ def page() -> str:
             lines.append(f"- `{name}`: {_first_paragraph(item)}")
     codes = "[exit codes](commands.md#exit-codes)"
     return "\n".join([*lines, f"\nErrors, with the {codes} of commands: {', '.join(errors)}.\n"])
+
+
+def _lines_of_members() -> dict[str, str]:
+    """Return a line for each public member of a loader, by name."""
+    lines = {}
+    for name, member in sorted(vars(loader.TokenLoader).items()):
+        is_property = isinstance(member, (property, functools.cached_property))
+        if not name.startswith("_") and (is_property or inspect.isfunction(member)):
+            taken = [] if is_property else [*inspect.signature(member).parameters][1:]
+            called = "" if is_property else f"({', '.join(taken)})"
+            lines[name] = f"- `{name}{called}`: {_first_paragraph(member)}"
+    return lines
 
 
 def arguments_by_group() -> dict[str, dict[str, str]]:

@@ -224,7 +224,7 @@ def test_the_site_has_every_page_no_broken_link_and_no_external_resource(tmp_pat
     pytest.importorskip("material", reason="mkdocs-material is not installed: make install")
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / ".site/mkdocs.yml")]
     run_child([*mkdocs, "-d", tmp_path])
-    pages = {path.stem for path in DOCS} | {"flags", "results", "CHANGELOG", "README.ko"}
+    pages = {path.stem for path in DOCS} | {"flags", "members", "results", "CHANGELOG", "README.ko"}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
     listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
     assert all(f"{page}.html)" in listed for page in pages)

@@ -217,6 +217,8 @@ class Tester:
             words = f"{error}. It is {what}, which asks for: {shlex.join(options)}"
             if limits.nodes:
                 words += f"; a node has up to {limits.max_cpus} CPUs and {limits.max_mem_mb} MB"
+            if "--mem=0" in options:
+                words += "; where --mem is refused: --mem_per_cpu_gb"
             if what in (VERIFY_JOB, CONTROLLER_JOB):
                 words += "; for other options of this job: --controller_args"
             raise SlurmRefused(found=f"{words}. Nothing was written or submitted") from None

@@ -351,6 +351,18 @@ def test_a_job_of_several_nodes_makes_all_shards(desk: Desk) -> None:
     assert options(on_cpus, "cpus-per-task")[0] == "2"
 
 
+def test_a_retry_of_plain_jobs_of_several_nodes_has_as_many(desk: Desk) -> None:
+    desk.record("7_0", ended(74), shards="0-4", SLURM_JOB_NUM_NODES="2")
+    assert options(desk.slurm("retry", "--dry_run"), "nodes") == ["2", "1"]
+
+
+def test_where_memory_of_a_whole_node_is_refused_the_flag_that_helps_is_named(desk: Desk) -> None:
+    refuses = "[[ $script != *--mem=* ]] || { echo 'no --mem here' >&2; exit 1; }"
+    desk.answers_by("sbatch", f"script=$(cat); {refuses}; printf '%s\\n' \"$script\" | REAL")
+    assert "--mem_per_cpu_gb" in desk.slurm("submit", "--nodes", 2, code=2)
+    desk.slurm("submit", "--nodes", 2, "--mem_per_cpu_gb", 1)
+
+
 def test_several_jobs_of_several_nodes_share_the_shards(desk: Desk) -> None:
     desk.slurm("submit", "--nodes", 2, "--shards_per_task", 3)
     assert desk.sent_shards() == ["0-1 2-4"]

@@ -182,7 +182,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     text = "folder of the new data set; on the same file system it shares the files of unchanged shards"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
     making_flags(parser)
-    parser.set_defaults(shards=None, part="0/1", array=False)  # of ``run``
+    parser.set_defaults(shards=None, part="0/1", array=False, json=False)  # of ``run``
 
 
 _ELSEWHERE = (  # command, its module, which is imported when it is called, and a line of help

@@ -103,9 +103,8 @@ def test_json_in_another_encoding_is_refused_and_read_as_the_flag_says(tmp_path:
 
 
 def test_a_shard_with_json_in_another_encoding_names_the_file_and_the_flag(tmp_path: Path) -> None:
-    world = World(tmp_path).raw(
-        {"a.jsonl": [{"text": "right"}] * 9, "b.jsonl": b'{"text": "a"}\n' + JSON_IN_CP949}
-    )
+    others = '{"text": "это русский текст"}\n'.encode("koi8-r") * 9
+    world = World(tmp_path).raw({"a.jsonl": [{"text": "right"}] * 9, "b.jsonl": b'{"text": "a"}\n' + others})
     assert "b.jsonl" in world.try_plan(dry_run=True).ends(0).err
     world.plan(num_shards=1)
     world.try_shard().ends(65, "b.jsonl", "--encoding utf-8")

@@ -16,13 +16,16 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardprep.errors import CannotWrite, ReadWriteError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from typing_extensions import Self
 from shardprep.files import WRITE_BYTES, FileStamp, close_read, open_regular
 
@@ -84,6 +87,7 @@ class PublishedFile:
             self._set_direct(os.O_DIRECT)
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT requires
         self._num_buffered = 0
+        self._behind: _Behind | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -95,6 +99,10 @@ class PublishedFile:
         """Clean up if a signal arrived before the ``with`` began, but not in a forked copy."""
         if getattr(self, "_may_exist", False) and self._owner == os.getpid():
             self.discard()
+
+    def write_behind(self) -> None:
+        """From now on write pieces in a thread, while the next one is filled. Takes WRITE_BYTES of memory."""
+        self._behind = _Behind()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. They are written in pieces of WRITE_BYTES."""
@@ -124,6 +132,12 @@ class PublishedFile:
     def _write_out(self) -> None:
         view = memoryview(self._piece)[: self._num_buffered]
         self._num_buffered = 0
+        if self._behind is None:
+            self._write_piece(view)
+            return
+        self._piece = self._behind.exchange(self._piece, partial(self._write_piece, view))
+
+    def _write_piece(self, view: memoryview) -> None:
         with self._errors("written"):
             while view:
                 try:
@@ -154,6 +168,7 @@ class PublishedFile:
 
     def sync(self) -> FileStamp:
         """Write out, fsync and close the temporary file."""
+        self._end_behind()
         try:
             with self._errors("synced"):
                 self._set_direct(0)  # the last piece may end in a partial block
@@ -182,6 +197,8 @@ class PublishedFile:
 
     def discard(self) -> None:
         """Close and remove the temporary file, if it exists."""
+        with contextlib.suppress(ReadWriteError):
+            self._end_behind()
         if self._fd >= 0:
             close_read(self._fd)
             self._fd = -1
@@ -192,11 +209,42 @@ class PublishedFile:
                 self._may_exist = False
         self._close_folder()
 
+    def _end_behind(self) -> None:
+        """Wait for the last piece of the thread. Raises its error."""
+        if self._behind is not None:
+            self._behind.end()
+            self._behind = None  # not before: a signal may come in between, and ``discard`` has to wait, too
+
     def _close_folder(self) -> None:
         if self._folder is not None:
             self._may_exist = False  # its name means nothing without the folder
             close_read(self._folder)
             self._folder = None
+
+
+class _Behind:
+    """A thread that writes one piece while the next one is filled."""
+
+    def __init__(self) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._thread = ThreadPoolExecutor(1)
+        self._other = mmap.mmap(-1, WRITE_BYTES)
+        self._written: Future[None] | None = None
+
+    def exchange(self, piece: mmap.mmap, write: Callable[[], None]) -> mmap.mmap:
+        """Have a piece written, and return the one that is free. Raises the error of the piece before."""
+        if self._written is not None:
+            self._written.result()
+        self._written = self._thread.submit(write)
+        free, self._other = self._other, piece
+        return free
+
+    def end(self) -> None:
+        """Wait until all is written. Raises the error of the last piece."""
+        self._thread.shutdown()
+        if self._written is not None:
+            self._written.result()
 
 
 def publish_bytes(path: Path, content: bytes) -> None:

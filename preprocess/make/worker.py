@@ -161,7 +161,7 @@ class Worker:
         """Make a shard in ``folder``: the plan's, or a temporary one, as ``verify --deep`` does."""
         began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
         plan = self.plan
-        writer = ShardWriter(folder, plan.spec, plan.options, shard.shard_id)
+        writer = ShardWriter(folder, plan.spec, plan.options, shard.shard_id, writes_behind=self.has_helpers)
         blanked = read_blanked_of(plan, self.folder, shard.shard_id)
         encoder = BatchEncoder(plan=plan, engine=self.engine, writer=writer, blanked=blanked)
         render_began_s = self._render_cpu_s()

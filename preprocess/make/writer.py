@@ -39,9 +39,21 @@ from shardprep.format.spec import DatasetSpec
 class ShardWriter:
     """Writes one shard, as a context manager. Only ``commit`` publishes it; a failure leaves nothing."""
 
-    def __init__(self, folder: DataFolder, spec: DatasetSpec, options: PlanOptions, shard_id: int) -> None:
-        """Write into ``folder``, the plan's or another one."""
+    def __init__(
+        self,
+        folder: DataFolder,
+        spec: DatasetSpec,
+        options: PlanOptions,
+        shard_id: int,
+        *,
+        writes_behind: bool = False,
+    ) -> None:
+        """Write into ``folder``, the plan's or another one.
+
+        ``writes_behind``: write the tar in a thread, for a process that does little else.
+        """
         self._folder, self._spec, self._options, self._shard_id = folder, spec, options, shard_id
+        self._writes_behind = writes_behind
         members = RowMembers if spec.has_rows else DocumentMembers
         self._members: RowMembers | DocumentMembers = members(spec, shard_id, options)
         self.counting = Counting(shard_id)
@@ -63,6 +75,8 @@ class ShardWriter:
                 make_mark(folder, self._again)
                 remove_temporaries_of([shard_id], folder, older_than_s=publishing.STALE_AFTER_S)
             self._tar = self._file(names.tar_name(shard_id))
+            if self._writes_behind:
+                self._tar.write_behind()
             self._idx = self._file(names.idx_name(shard_id))
             if self._options.id_field:
                 self._side_files["ids"] = self._file(names.ids_name(shard_id))

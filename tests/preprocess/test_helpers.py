@@ -5,10 +5,12 @@ HELPERS=all tests all forms on 3 and 5 helpers, as `make torture` does.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,38 @@ def test_an_error_in_a_helper_is_the_error_of_the_task(
         codes.append((ended.code, type(ended.error)))
     assert codes[0] == codes[1]
     assert codes[0][0] == 78
+    assert not world.temporaries()
+
+
+@pytest.mark.parametrize("disk", ["has room", "is full"])
+def test_a_task_with_helpers_writes_its_tar_while_it_takes_their_batches(
+    tmp_path: Path, disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the thread that writes is the error of the task, and leaves nothing."""
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 6000}).plan(num_shards=1)
+    expected = world.copy(tmp_path / "expected").run().contents()
+    real = os.write
+    in_main_thread: list[bool] = []  # for each whole piece of the tar
+
+    def write(fd: int, data: Any) -> int:
+        if len(data) == 4 << 20 and ".tar." in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            in_main_thread.append(threading.current_thread() is threading.main_thread())
+            if disk == "is full" and len(in_main_thread) == 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setenv("SHARDPREP_STRETCH_BYTES", "700")
+    ended = world.main("--shard_id", 0, "--output_dir", world.data_dir)
+    assert in_main_thread == [False] * 2
+    if disk == "is full":
+        ended.ends(74, os.strerror(errno.ENOSPC))
+        assert not list(world.data_dir.glob("shard-*"))
+    else:
+        ended.ends(0)
+        assert world.contents() == expected
     assert not world.temporaries()
 
 

@@ -28,11 +28,15 @@ PURE_MODULES = {
     "loader.order.order",
     "loader.order.planned",
     "loader.read.json_ids",
+    "preprocess.make.packing",
+    "preprocess.make.tar_headers",
+    "preprocess.make.token_ids",
+    "shardprep.format.spec",
     "shardprep.launch",
 }
 FOLDERS = [
     ".", "faults", "format", "loader", "loader/batch", "loader/order", "loader/read", "lustre", "oracle",
-    "preprocess", "project", "slurm",
+    "preprocess", "preprocess/make", "preprocess/plan", "preprocess/read", "project", "slurm",
 ]  # fmt: skip
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from preprocess.make.pieces import EncodedBatch
 from preprocess.read.documents import DocumentBatch
-
-if TYPE_CHECKING:  # a task of one shard does without them
-    pass
 
 
 def in_order(

@@ -171,6 +171,7 @@ def get_llama3_dataloader(
 
 def make_loader(options: LoaderOptions) -> TokenLoader:
     """Do the work of ``get_llama3_dataloader``."""
+    # What the arguments ask of this rank. The order takes ``tick_samples`` at a time, on all ranks together.
     process_rank = find_process_rank(options.rank, options.world_size)
     boundaries = boundary_names(options.boundaries)
     options.refuse_unshiftable(boundaries)
@@ -185,6 +186,8 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
         raise UsageError(found=found, expected="one size for validation")
     options.refuse_wrong_sources()
     options.refuse_no_width()
+
+    # The shards, their tokenizer, and the samples in them.
     by_source = _shards_by_source(options, group)
     parts = [part for source_shards in by_source.values() for part in source_shards.parts]
     shards = ShardSet(parts, options.split, is_for_validation=True)  # find_sources has checked it
@@ -194,6 +197,8 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
         name: _samples_of(source_shards, options, group, tokenizer, needs_starts=needs_starts)
         for name, source_shards in by_source.items()
     }
+
+    # Which sample is when.
     facts = {name: facts_of(each, counts_tokens=options.counts_tokens) for name, each in samples.items()}
     run = make_run(
         facts,
@@ -212,6 +217,8 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
             "split": shards.split,
         },
     )
+
+    # How samples become batches.
     num_workers = _usable_workers(options, run, process_rank.world_size)
     padded = padded_batches(
         options.collate_fn,

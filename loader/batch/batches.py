@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loader.batch.fields import BatchEdges, Maker, makers_of
-from loader.read.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers
+from loader.read.chunks import ID_BITS, IGNORED, Chunk, Edges, Ids, Integers, Ragged
 from loader.read.tokenizer import SpecialTokens
 from shardprep.errors import UsageError
 from shardprep.format.spec import BLANK
@@ -239,7 +239,7 @@ class StepBatches:
 
     def of_tick(
         self, chunk: Chunk, tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
-    ) -> Iterator[tuple[Any, tuple[int, int]]]:
+    ) -> Iterator[tuple[object, tuple[int, int]]]:
         """Yield the batches of a tick from ``first_batch`` on, each with its counts of tokens and padding.
 
         ``is_filler``: bool[samples of the tick]: samples that repeat another one, and get no labels.
@@ -249,38 +249,33 @@ class StepBatches:
             end = first + self.batch_size
             ids = chunk.ids.of(tick, first, end)
             lengths = None if is_full else chunk.lengths[first:end, tick]
-            batch: Any
             if chunk.ids.width or lengths is None:
-                batch = self.padded.of_rows(ids, lengths)
+                made = self.padded.of_rows(ids, lengths)
             else:
-                batch = self.padded.of_documents(ids, lengths)
+                made = self.padded.of_documents(ids, lengths)
             if self.boundaries:
-                edges = chunk.edges_of(tick, first, end, batch["input_ids"].shape[1])
-                self._add_boundaries(batch, edges, lengths)
-            if self.is_custom:
-                batch = self._collated(batch, lengths)
-            elif self.shifts_targets:
-                for name in ("input_ids", "attention_mask"):
-                    batch[name] = batch[name][:, :-1].contiguous()
-                batch["labels"] = batch["labels"][:, 1:].contiguous()
-                if self.padded.has_blanks:  # the last place was perhaps the only one that is not blank
-                    keep_an_attended_place(batch["attention_mask"])
+                edges = chunk.edges_of(tick, first, end, made["input_ids"].shape[1])
+                self._add_boundaries(made, edges, lengths)
+            if self.shifts_targets:
+                self._shift(made)
             if self.origins and chunk.documents is not None:
-                origins = chunk.documents.of(tick, first, end).astype(np.int64)
-                origins[:, 0] = np.repeat(np.arange(end - first), chunk.documents.counts[first:end, tick])
-                # With shifted targets the last place is cut off, and with it a document that begins there.
-                batch["origins"] = torch.from_numpy(origins[origins[:, 1] < batch["labels"].shape[1]])
+                made["origins"] = _origins(chunk.documents, tick, first, end, made["labels"].shape[1])
+            batch: object = made
+            if self.is_custom:
+                batch = self._collated(made, lengths)
             if is_filler is not None and is_filler[first:end].any():
                 ignore_fillers(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            num_tokens = ids.size
-            num_padding = 0
-            if lengths is not None:
-                num_tokens = int(lengths.sum())
-                input_ids = _tensor_of(batch, "input_ids")
-                num_padding = 0 if input_ids is None else max(input_ids.numel() - num_tokens, 0)
-            yield batch, (num_tokens, num_padding)
+            yield batch, _num_tokens_and_padding(batch, ids, lengths)
+
+    def _shift(self, fields: Batch) -> None:
+        """Make the label of each place the token behind it. The last place is cut off."""
+        for name in ("input_ids", "attention_mask"):
+            fields[name] = fields[name][:, :-1].contiguous()
+        fields["labels"] = fields["labels"][:, 1:].contiguous()
+        if self.padded.has_blanks:  # the last place was perhaps the only one that is not blank
+            keep_an_attended_place(fields["attention_mask"])
 
     def _add_boundaries(self, fields: Batch, edges: Edges, lengths: Lengths | None) -> None:
         """Add the fields of ``boundaries``, and remove the label of each document's first token."""
@@ -325,6 +320,27 @@ class StepBatches:
             self._has_warned = True
             problem = "a batch has no labels: its documents are blank, of one token, or without an assistant"
             logger.warning(f"{problem}. A mean over its labels is NaN: divide a sum by at least 1")
+
+
+def _origins(documents: Ragged, tick: int, first: int, end: int, width: int) -> torch.Tensor:
+    """Return where the documents of some samples of a tick come from, int64[documents, 6].
+
+    With shifted targets the last place is cut off, and with it a document that begins there.
+    """
+    origins = documents.of(tick, first, end).astype(np.int64)
+    origins[:, 0] = np.repeat(np.arange(end - first), documents.counts[first:end, tick])
+    return torch.from_numpy(origins[origins[:, 1] < width])
+
+
+def _num_tokens_and_padding(batch: object, ids: Integers, lengths: Lengths | None) -> tuple[int, int]:
+    """Count the tokens of the samples of a batch, and the places in padding."""
+    if lengths is None:
+        return ids.size, 0
+    num_tokens = int(lengths.sum())
+    input_ids = _tensor_of(batch, "input_ids")
+    if input_ids is None:
+        return num_tokens, 0
+    return num_tokens, max(input_ids.numel() - num_tokens, 0)
 
 
 def ignore_fillers(batch: object, is_filler: npt.NDArray[np.bool_]) -> None:

@@ -198,7 +198,10 @@ def _serve(
                 if worker is None:
                     plan = need_plan(folder).at(settings.input_dir)
                     shard = plan.shard(shard_id)
-                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send, shares=shard)
+                    num_cpus = len(cpus)
+                    worker = Worker(
+                        plan, folder, settings, num_cpus=num_cpus, warn=pipe.send, first_shard=shard
+                    )
                     helped.enter_context(worker)
                     if is_verbose:
                         pipe.send(worker.resources_line())

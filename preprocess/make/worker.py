@@ -17,7 +17,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import shardprep
 from preprocess.make import resources
@@ -66,12 +66,22 @@ def make_shard(
     if memory_note:
         say(f"note: {memory_note}")
     # Load the engine. This checks the tokenizer's files and ids against the plan.
-    with Worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shares=shard) as worker:
+    with Worker(plan, folder, settings, num_cpus=num_cpus, warn=say, first_shard=shard) as worker:
         say(worker.resources_line())
         progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
         manifest = worker.run_shard(shard, progress.add)
     say(done_line(manifest, folder))
     return 0
+
+
+class _Begin(NamedTuple):
+    """The clocks when a shard was begun."""
+
+    at: float  # seconds since 1970
+    wall_s: float
+    cpu_s: float  # of this process
+    render_cpu_s: float  # of the process that renders conversations
+    transform_cpu_s: float  # of the user's function, if it runs in this process
 
 
 class Worker:
@@ -85,15 +95,21 @@ class Worker:
         *,
         num_cpus: int,
         warn: Callable[[str], None],
-        shares: PlannedShard | None = None,
+        first_shard: PlannedShard | None = None,
     ) -> None:
         """Load the plan's tokenizer. Raises OtherTokenizer if it changed.
 
-        ``shares``: the first shard. If it is large enough, and there are several CPUs, processes share the
-        work on each shard.
+        ``first_shard``: the first one to make. If it is large enough, and there are several CPUs, helper
+        processes share the work on each shard.
         """
-        self.plan, self.folder, self.settings, self.num_cpus = plan, folder, settings, num_cpus
-        num_helpers = 0 if shares is None else resources.num_helpers(plan, shares, settings, num_cpus)
+        self.plan = plan
+        self.folder = folder
+        self.settings = settings
+        self.num_cpus = num_cpus
+        num_helpers = 0
+        if first_shard is not None:
+            num_helpers = resources.num_helpers(plan, first_shard, settings, num_cpus)
+        # Helpers read the input themselves, each with a reader of its own.
         if not num_helpers:
             self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
@@ -131,7 +147,8 @@ class Worker:
 
     def resources_line(self) -> str:
         """Return a log line with the engine, CPUs, batch size and memory limit."""
-        engine, memory_gb = self.engine, self.settings.memory_gb
+        engine = self.engine
+        memory_gb = self.settings.memory_gb
         memory = "no memory limit" if memory_gb is None else f"memory limit {memory_gb:.2f} GiB"
         slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
         batches = f"batches of {self._batch_bytes >> 10} KiB of text"
@@ -159,15 +176,11 @@ class Worker:
         self, folder: DataFolder, shard: PlannedShard, progress: OnBatch = lambda *_: None
     ) -> Manifest:
         """Make a shard in ``folder``: the plan's, or a temporary one, as ``verify --deep`` does."""
-        began, wall_began, cpu_began = time.time(), time.monotonic(), time.process_time()
+        begin = self._begin()
         plan = self.plan
         writer = ShardWriter(folder, plan.spec, plan.options, shard.shard_id, writes_behind=self.has_helpers)
         blanked = read_blanked_of(plan, self.folder, shard.shard_id)
         encoder = BatchEncoder(plan=plan, engine=self.engine, writer=writer, blanked=blanked)
-        render_began_s = self._render_cpu_s()
-        transform_began_s = 0.0
-        if self._helpers is None and self._reader.transform is not None:
-            transform_began_s = self._reader.transform.cpu_s
         with contextlib.closing(self._encoded(shard, encoder)) as encoded, writer:
             for batch in encoded:
                 writer.append(batch)
@@ -176,31 +189,46 @@ class Worker:
                 progress(counts.num_bytes, amounts)
                 del batch  # free its part of the tar, up to 11 MB, before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
-            used = self._used(transform_began_s)
-            render_cpu_s = self._render_cpu_s() - render_began_s
-            helpers_cpu_s = sum(each.cpu_s for each in used)
-            libraries: dict[str, str] = {}  # of the user's function
-            for each in used:
-                libraries.update(each.libraries)
-            facts = RunFacts(
-                engine=f"{self.engine.name} {self.engine.version}",
-                shardprep=shardprep.__version__,
-                python=platform.python_version(),
-                host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-                slurm={name: os.environ[name] for name in _SLURM_VARIABLES if name in os.environ},
-                num_cpus=self.num_cpus,
-                began=round(began, 3),
-                wall_s=round(time.monotonic() - wall_began, 3),
-                cpu_s=round(time.process_time() - cpu_began + render_cpu_s + helpers_cpu_s, 3),
-                max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                + sum(each.grown_bytes for each in used),
-                transform_cpu_s=round(sum((each.transform_cpu_s for each in used), 0.0), 3),
-                libraries=libraries,
-                render_cpu_s=round(render_cpu_s, 3),
-            )
-            return writer.commit(
-                facts, unblanked_sha256=None if blanked is None else blanked.unblanked_sha256
-            )
+            unblanked_sha256 = None if blanked is None else blanked.unblanked_sha256
+            return writer.commit(self._facts_since(begin), unblanked_sha256=unblanked_sha256)
+
+    def _begin(self) -> _Begin:
+        """Return the clocks as they stand now."""
+        transform_cpu_s = 0.0
+        if self._helpers is None and self._reader.transform is not None:
+            transform_cpu_s = self._reader.transform.cpu_s
+        return _Begin(
+            at=time.time(),
+            wall_s=time.monotonic(),
+            cpu_s=time.process_time(),
+            render_cpu_s=self._render_cpu_s(),
+            transform_cpu_s=transform_cpu_s,
+        )
+
+    def _facts_since(self, begin: _Begin) -> RunFacts:
+        """Return how the shard was made, and what that took in all processes since it was begun."""
+        used = self._used(begin.transform_cpu_s)
+        render_cpu_s = self._render_cpu_s() - begin.render_cpu_s
+        helpers_cpu_s = sum(each.cpu_s for each in used)
+        own_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        libraries: dict[str, str] = {}  # of the user's function
+        for each in used:
+            libraries.update(each.libraries)
+        return RunFacts(
+            engine=f"{self.engine.name} {self.engine.version}",
+            shardprep=shardprep.__version__,
+            python=platform.python_version(),
+            host=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+            slurm={name: os.environ[name] for name in _SLURM_VARIABLES if name in os.environ},
+            num_cpus=self.num_cpus,
+            began=round(begin.at, 3),
+            wall_s=round(time.monotonic() - begin.wall_s, 3),
+            cpu_s=round(time.process_time() - begin.cpu_s + render_cpu_s + helpers_cpu_s, 3),
+            max_rss_bytes=own_rss_bytes + sum(each.grown_bytes for each in used),
+            transform_cpu_s=round(sum((each.transform_cpu_s for each in used), 0.0), 3),
+            libraries=libraries,
+            render_cpu_s=round(render_cpu_s, 3),
+        )
 
     def _render_cpu_s(self) -> float:
         """Return the CPU time that rendering conversations has taken so far, in a process of its own."""
@@ -217,7 +245,8 @@ class Worker:
             stretches = stretches_of(shard, self.plan.options, size, self._batch_bytes)
             return self._helpers.encoded(shard.shard_id, stretches)
         batches = self._reader.read_shard(shard, self._batch_bytes)
-        if (most := self.settings.max_batch_documents) is not None:
+        most = self.settings.max_batch_documents
+        if most is not None:
             batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
         return in_order(encoder.encode, batches, self._num_encoders)
 
@@ -233,15 +262,18 @@ class Worker:
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         """Raise BadInput if too many documents were left out; the quarantine file lists them."""
-        limit, counting = self.settings.max_bad_fraction, writer.counting
-        limit = self.plan.max_bad_fraction if limit is None else limit
+        counting = writer.counting
+        limit = self.settings.max_bad_fraction
+        if limit is None:
+            limit = self.plan.max_bad_fraction
         quarantine = writer.quarantine() if counting.bad_fraction > limit else None
         if quarantine is None:
             return
         quarantine.sync()
         quarantine.publish()
         bad = [each for each in counting.bad if not names.is_chosen(each.reason)]
-        found, expected = f"{counting.bad_fraction:.2%}", f"{limit:.2%}"
+        found = f"{counting.bad_fraction:.2%}"
+        expected = f"{limit:.2%}"
         # First how to look at them, then how to mend them, and last how to accept the loss.
         remedy = f"head -n 3 {quoted(quarantine.path)}"
         advice = " ".join(advice_about(bad, self.plan.options))

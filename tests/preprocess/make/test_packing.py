@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from preprocess.make.packing import START, packer_of
+from preprocess.make.packing import START, RowGroup, packer_of
 from preprocess.make.token_ids import TokenBatch
 from shardprep.format.spec import DatasetSpec, TokenizerSpec
 
@@ -31,7 +31,7 @@ SPEC = DatasetSpec(
 def packed(pack: str, lengths: list[int], batch: int) -> tuple[list[list[int]], list[int], int]:
     """Pack documents; all ids of the n-th are n. Return the rows, tokens per row, and split documents."""
     packer = packer_of(SPEC, pack)
-    groups = []
+    groups: list[RowGroup] = []
     for first in range(0, len(lengths), batch):
         some = [np.full(size, first + n, np.uint32) for n, size in enumerate(lengths[first : first + batch])]
         groups += packer.append(TokenBatch.of(some), np.zeros(len(some), START))

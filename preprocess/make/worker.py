@@ -24,7 +24,6 @@ from preprocess.make import resources
 from preprocess.make.attempt import finished_manifest
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.encoding import BatchEncoder, read_blanked_of
-from preprocess.make.helpers import HelperFacts, Helpers
 from preprocess.make.in_order import in_order
 from preprocess.make.log_lines import done_line, input_line
 from preprocess.make.pieces import EncodedBatch
@@ -44,6 +43,8 @@ from shardprep.format.plan_options import EngineName
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from preprocess.make.helpers import HelperFacts, Helpers
 
 _MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
 _SLURM_VARIABLES = [
@@ -128,6 +129,8 @@ class Worker:
         self._num_encoders = int(max(1, min(num_encoders, text_bytes / BATCH_BYTES)))
         self._helpers: Helpers | None = None
         if num_helpers and self.engine.can_fork:
+            from preprocess.make.helpers import Helpers  # with multiprocessing, 20 ms that most tasks save
+
             self._helpers = Helpers(
                 plan, folder, settings, self.engine, num_helpers=num_helpers, batch_bytes=self._batch_bytes
             )
@@ -257,6 +260,8 @@ class Worker:
         transform = self._reader.transform
         if transform is None:
             return []
+        from preprocess.make.helpers import HelperFacts
+
         used_s = transform.cpu_s - transform_began_s
         return [HelperFacts(cpu_s=0, grown_bytes=0, transform_cpu_s=used_s, libraries=transform.versions())]
 

@@ -19,7 +19,6 @@ from preprocess.read.fields import text_fields_of
 from preprocess.read.formats import BATCH_BYTES, Numbers, Texts, format_of_kind, texts_of
 from preprocess.read.inputs import RESTORE, RangeReader
 from preprocess.read.text_fields import TextFields, UnusableText
-from preprocess.read.transform import Transform, transform_of
 from shardprep.errors import BadInput, Refused
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of
@@ -30,6 +29,7 @@ from shardprep.format.plan_options import PlanOptions
 
 if TYPE_CHECKING:
     from preprocess.read.rendering import ChatTemplate
+    from preprocess.read.transform import Transform
 
 # Of the JSON of a conversation's messages. The time to render them grows faster than their length.
 _MAX_MESSAGE_CHARS = 4 << 20
@@ -179,7 +179,11 @@ class DocumentReader:
         folder: DataFolder, options: PlanOptions, transform_file: Path | None
     ) -> DocumentReader:
         """Build the reader of a plan. Raises as ``transform_of`` and ``read_excluded``."""
-        transform = transform_of(folder, options, transform_file)
+        transform = None
+        if options.transform_sha256 or transform_file is not None:
+            from preprocess.read.transform import transform_of  # 15 ms that other tasks save
+
+            transform = transform_of(folder, options, transform_file)
         excluded = read_excluded(folder, options.excluded) if options.excluded else None
         return DocumentReader(options, transform, excluded)
 

@@ -95,6 +95,8 @@ class Site:
 
     def arm(self, fault: str, *shard_ids: int) -> None:
         for shard_id in shard_ids:
+            for mark in ("sleeps", "waits"):  # of another data set's task
+                (self.folder / "faults" / f"{mark}-{shard_id}").unlink(missing_ok=True)
             (self.folder / "faults" / str(shard_id)).write_text(fault)
 
     def happened(self, name: str) -> bool:
@@ -353,7 +355,7 @@ def purged_records(site: Site) -> None:
         job in state["unrecorded_jobs"],
     )
     said = site.slurm("submit", data, check=False)
-    site.row("and `submit` then", said.splitlines()[-1][:60], "no file in" in said)
+    site.row("and `submit` then", said.splitlines()[-1][:99], "no record in" in said)
     (site.folder / "faults" / "go").touch()
     wait_until(lambda: not site.status(data)["unrecorded_jobs"])
     state = site.status(data)

@@ -32,9 +32,15 @@ class _Meaning(NamedTuple):
 FLAGS = (
     # Short flags of sbatch, which mean something else in other commands.
     _Meaning(
-        typed="-w -q -x -C -N -J",
+        typed="-w -q -x -C",
         of={
             "submit retry": "an option of sbatch: pass --sbatch_args '{flag} ...', quoted as one word",
+        },
+    ),
+    _Meaning(
+        typed="--job_name -J --output -o --error -e",
+        of={
+            "submit retry": "submit names jobs and logs itself; scontrol update JobName=... works afterwards",
         },
     ),
     _Meaning(
@@ -394,8 +400,8 @@ FLAGS = (
     _Meaning(
         typed=(
             "--qos --constraint --exclude --nodelist --gres --gpus --nice --comment --reservation "
-            "--licenses --exclusive --mail_type --mail_user --job_name --dependency --hold --begin --tmp "
-            "--cluster -C -J -x"
+            "--licenses --exclusive --mail_type --mail_user --dependency --hold --begin --tmp "
+            "--cluster -C -x"
         ),
         otherwise="submit --sbatch_args '...' passes options to sbatch",
         of={

@@ -43,7 +43,7 @@ def minutes(text: str) -> int:
     """Parse minutes, or a time as Slurm writes it."""
     with contextlib.suppress(ValueError):
         return int(text)
-    number = minutes_of(text)
+    number = None if "." in text else minutes_of(text)
     if number is None:
         raise argparse.ArgumentTypeError(f"{text!r}, expected minutes, or Slurm's form: 90, 1:30:00, 1-12")
     return number

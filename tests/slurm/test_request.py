@@ -385,7 +385,12 @@ def test_slurms_own_forms_of_time_and_memory_are_taken_or_answered_with_ours(des
     for flag, ours in {"--time": "--time_min", "--mem": "--mem_gb", "-p": "--partition"}.items():
         assert ours in call_main("submit", desk.data, flag, "1").ends(2).err
     for flag in ("--time_min", "--mem_gb"):
-        assert flag in call_main("submit", desk.data, flag, "soon").ends(2).err
+        for text in ("soon", "UNLIMITED", "D-HH", "1.5.1"):
+            assert flag in call_main("submit", desk.data, flag, text).ends(2).err
+    assert "1.5" in call_main("submit", desk.data, "--time_min", "1.5").ends(2).err, "hours or minutes?"
+    assert "--nodes" in call_main("submit", desk.data, "-N", "2").ends(2).err
+    for flag in ("-J", "--job-name", "-o"):
+        assert "submit names jobs" in call_main("submit", desk.data, flag, "x").ends(2).err
 
 
 def test_a_dry_run_begins_with_a_summary_also_on_a_machine_without_slurm(desk: Desk) -> None:

@@ -8,8 +8,9 @@ exit with 0, where ``llite.*.enable_setstripe_gid`` is set (LU-17628).
 import shardprep as _shardprep  # noqa: F401  # isort: skip
 
 from lustre.layout import parse_stripe, stripe_line
-from lustre.lfs import Need, space_lines, why_not_usable
+from lustre.lfs import why_not_usable
 from lustre.released import released_lines
+from lustre.space import Need, space_lines
 from shardprep.errors import LustreError
 
 __all__ = [

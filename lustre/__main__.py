@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import lustre.layout as layouts
-from lustre.lfs import count_osts, existing_part, file_system_of, read_targets, why_not_usable
+from lustre.lfs import existing_part, file_system_of, why_not_usable
+from lustre.targets import count_osts, read_targets
 from shardprep.command_line import Command, Program, given_words
 from shardprep.console import counted, print_lines, quoted
 from shardprep.errors import LustreError, NotFound, ShardprepError

@@ -16,7 +16,8 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lustre.lfs import UNKNOWN, count_osts, existing_part, lustre_mount, run_lfs, why_not_usable
+from lustre.lfs import existing_part, lustre_mount, run_lfs, why_not_usable
+from lustre.targets import UNKNOWN, count_osts
 from shardprep.console import counted, quoted
 from shardprep.errors import LustreError, ShardprepError, UsageError
 from shardprep.files import is_folder, names_in, size_of_file

@@ -409,7 +409,13 @@ class Folder:
         parent, last = self._reach_to_write(name)
         handle = os.open(last, _CREATE | os.O_APPEND, mode, dir_fd=parent.fd)
         try:
-            files.check_is_regular(self.path_of(name), os.fstat(handle).st_mode)
+            status = os.fstat(handle)
+            files.check_is_regular(self.path_of(name), status.st_mode)
+            if status.st_nlink > 1:
+                found = "a file that has another name, too"
+                raise CannotWrite(
+                    path=self.path_of(name), found=found, expected="a file of this folder alone"
+                )
             os.write(handle, data)
         finally:
             os.close(handle)

@@ -309,4 +309,18 @@ def test_a_record_of_another_user_shows_no_file_outside_of_the_data_set(
     for words in (["logs", data, 0], ["status", data], ["status", data, "--json"]):
         assert "a secret line" not in world.main(*words).text
     os.chown(record, os.geteuid(), -1)
-    assert "a secret line" in world.main("logs", data, 0).text, "a record of the user may name any log"
+    # A record of the user may name any log, but others may have put a link into the folder of logs.
+    assert ("a secret line" in world.main("logs", data, 0).text) == (not is_linked)
+
+
+@pytest.mark.processes
+def test_no_line_is_appended_to_a_file_that_has_another_name_elsewhere(
+    desk: Desk, world: World, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("a line\n")
+    (world.data_dir / "jobs").mkdir()
+    os.link(kept, world.data_dir / "jobs" / "history.jsonl")
+    world.main("submit", world.data_dir).ends(0)
+    assert desk.sent()
+    assert kept.read_text() == "a line\n"

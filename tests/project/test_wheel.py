@@ -302,6 +302,17 @@ def test_the_command_that_plans_conversations_runs_as_shown(
     assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == 80
 
 
+def test_the_template_for_base_models_marks_the_answers_alone(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "MODEL")  # without a template
+    turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": "An answer."}]
+    world = World(tmp_path, raw_dir=tmp_path / "RAW", tokenizer=tmp_path / "MODEL")
+    world.raw({"chats.jsonl": [{"messages": turns * 2}] * 9})
+    template = ROOT / "examples" / "llama3_chat.jinja"
+    world.make(record="chat", seq_len=512, chat_template_file=template)
+    shown = call_main("peek", world.data_dir, "0:0:0").ends(0).out
+    assert re.sub(r"⟦[^⟧]*⟧", "", "".join(re.findall("⟪(.*?)⟫", shown))) == "An answer." * 2
+
+
 def test_the_example_of_ddp_trains_as_shown(training_desk: Path, warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     script = shutil.copy(ROOT / "examples" / "train_llama.py", tmp_path / "examples")

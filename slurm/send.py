@@ -87,6 +87,53 @@ class _Jobs:
         return [*(array.script for array in self.arrays), self.verify_script, *last]
 
 
+def send_groups(
+    options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site | None = None
+) -> int:
+    """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
+    site = site or Site(state.queue.config, is_needed=not options.dry_run)
+    made = list(state.made.done.values())
+    sizes = state.plan.shard_bytes()
+    fitted = []
+    for group in groups:
+        limits = site.limits(group.request)
+        request = on_whole_nodes(group.request, limits, sizes, group.shard_ids, made)
+        fitted.append(Group(request=request, shard_ids=group.shard_ids))
+    groups = fitted
+    send = partial(_send_or_show, options, state, groups, site)
+    # With --until_done no person is there to submit again.
+    sent = ask_patiently(send, only=SlurmFull) if options.until_done else send()
+    if sent is None:
+        return 0
+    submission, controller = sent
+    _release(state, submission)
+    _announce(options, state, submission, controller)
+    return wait_for_jobs(state.folder) if options.wait else 0
+
+
+def _send_or_show(
+    options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site
+) -> tuple[Submission, str] | None:
+    """Submit all jobs held, with half as many tasks as long as Slurm refuses their number.
+
+    Returns the record and the controller's job id. --dry_run prints the scripts and returns None.
+    """
+    most_tasks = max(len(group.shard_ids) for group in groups)
+    max_tasks = most_tasks
+    while True:
+        try:
+            jobs = _render(options, state, groups, max_tasks, site)
+            _say_what_nodes_save(state, jobs, site, is_cut=max_tasks < most_tasks)
+            if options.dry_run:
+                print_lines(*_summary_lines(jobs), *"\n".join(jobs.scripts()).split("\n"))
+                return None
+            return _send_held(options, state, jobs)
+        except (SlurmRefused, SlurmFull) as error:
+            if max_tasks == 1 or not _is_too_many(error):
+                raise
+            max_tasks //= 2
+
+
 def _render(
     options: SendOptions, state: DatasetState, groups: Sequence[Group], max_tasks: int, site: Site
 ) -> _Jobs:
@@ -146,6 +193,12 @@ def _render_array(
     tasks = tasks_of_shards(group.shard_ids, num_allowed, per_task)
     script = array_script(state.folder, name, tasks, group.request)
     return _Array(request=group.request, tasks=tasks, script=script)
+
+
+def _is_too_many(error: ShardprepError) -> bool:
+    """Return whether fewer tasks may be accepted."""
+    text = str(error)
+    return bool(_TOO_MANY.search(text)) and not _TOO_LARGE.search(text)
 
 
 def _send_held(options: SendOptions, state: DatasetState, jobs: _Jobs) -> tuple[Submission, str]:
@@ -209,98 +262,6 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: _Jobs) -> tuple[
     return submission, controller
 
 
-def _summary_lines(jobs: _Jobs) -> list[str]:
-    """Return comments above the scripts of a dry run: jobs, tasks at once, and the most that they may use."""
-    num_jobs = counted(len(jobs.scripts()), "job")
-    lines = [f"# {num_jobs}, not submitted: arrays of tasks, then verify"]
-    for array in jobs.arrays:
-        request = array.request
-        num_tasks = len(array.tasks)
-        at_once = min(request.max_parallel, num_tasks)
-        words = [f"# {counted(num_tasks, 'task')}, {at_once} at once"]
-        unit = "CPU"
-        if request.num_cpus is None:
-            unit = "node"
-            nodes = "a whole node"
-            if request.nodes is not None:
-                nodes = counted(request.nodes, "whole node")
-            words.append(f"{nodes} each")
-        else:
-            words.append(f"{counted(request.num_cpus, 'CPU')} each")
-        if request.time_min is None:
-            words.append("no time limit named")
-        else:
-            unit_hours = node_hours(request, num_tasks, request.time_min) * (request.num_cpus or 1)
-            hours = math.ceil(num_tasks / at_once) * request.time_min / 60
-            words.append(f"at most {request.time_min} min each")
-            words.append(f"at most {unit_hours:,.1f} {unit}-hours and {hours:,.1f} hours in all")
-        lines.append(", ".join(words))
-    return lines
-
-
-def _is_too_many(error: ShardprepError) -> bool:
-    """Return whether fewer tasks may be accepted."""
-    text = str(error)
-    return bool(_TOO_MANY.search(text)) and not _TOO_LARGE.search(text)
-
-
-def send_groups(
-    options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site | None = None
-) -> int:
-    """Submit, record and release jobs. Raises ReadWriteError, SlurmRefused, SlurmAway."""
-    site = site or Site(state.queue.config, is_needed=not options.dry_run)
-    made = list(state.made.done.values())
-    sizes = state.plan.shard_bytes()
-    fitted = []
-    for group in groups:
-        limits = site.limits(group.request)
-        request = on_whole_nodes(group.request, limits, sizes, group.shard_ids, made)
-        fitted.append(Group(request=request, shard_ids=group.shard_ids))
-    groups = fitted
-    send = partial(_send_or_show, options, state, groups, site)
-    # With --until_done no person is there to submit again.
-    sent = ask_patiently(send, only=SlurmFull) if options.until_done else send()
-    if sent is None:
-        return 0
-    submission, controller = sent
-    _release(state, submission)
-    _announce(options, state, submission, controller)
-    return wait_for_jobs(state.folder) if options.wait else 0
-
-
-def _send_or_show(
-    options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site
-) -> tuple[Submission, str] | None:
-    """Submit all jobs held, with half as many tasks as long as Slurm refuses their number.
-
-    Returns the record and the controller's job id. --dry_run prints the scripts and returns None.
-    """
-    most_tasks = max(len(group.shard_ids) for group in groups)
-    max_tasks = most_tasks
-    while True:
-        try:
-            jobs = _render(options, state, groups, max_tasks, site)
-            _say_what_nodes_save(state, jobs, site, is_cut=max_tasks < most_tasks)
-            if options.dry_run:
-                print_lines(*_summary_lines(jobs), *"\n".join(jobs.scripts()).split("\n"))
-                return None
-            return _send_held(options, state, jobs)
-        except (SlurmRefused, SlurmFull) as error:
-            if max_tasks == 1 or not _is_too_many(error):
-                raise
-            max_tasks //= 2
-
-
-def _say_what_nodes_save(state: DatasetState, jobs: _Jobs, site: Site, *, is_cut: bool) -> None:
-    sizes = state.plan.shard_bytes()
-    for array in jobs.arrays:
-        tasks = [ids_of_ranges(task) for task in array.tasks]
-        limits = site.limits(array.request)
-        note = nodes_note(array.request, limits, sizes, tasks, state.made.done.values(), is_cut=is_cut)
-        if note:
-            say(note)
-
-
 def _release(state: DatasetState, submission: Submission) -> None:
     """Let the jobs begin, now that they are recorded. If slurmctld does not answer, it is asked again."""
     ids = ",".join(job.job_id for job in submission.jobs)
@@ -317,15 +278,6 @@ def _release(state: DatasetState, submission: Submission) -> None:
             advice = "Somebody cancelled the jobs before they began; look at the status, then submit again"
             remedy = commands.on("status", state.folder)
         raise type(error)(path=error.path, found=f"{error.found}. {advice}", remedy=remedy) from None
-
-
-def _node_hours_text(array: JobArray) -> str:
-    """Return what tasks on whole nodes are billed at most, with a comma before it, or ""."""
-    request = request_of(array)
-    if request.num_cpus is not None or array.time_min is None:
-        return ""
-    hours = node_hours(request, len(array.tasks), array.time_min)
-    return f", at most {hours:,.1f} node-hours"
 
 
 def _announce(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
@@ -361,3 +313,51 @@ def _announce(options: SendOptions, state: DatasetState, submission: Submission,
         print_lines(f"job {controller}: {CONTROLLER_TEXT}")
     if not options.wait:
         print_lines(f"next: {commands.on('status', state.folder, '--watch')}")
+
+
+def _node_hours_text(array: JobArray) -> str:
+    """Return what tasks on whole nodes are billed at most, with a comma before it, or ""."""
+    request = request_of(array)
+    if request.num_cpus is not None or array.time_min is None:
+        return ""
+    hours = node_hours(request, len(array.tasks), array.time_min)
+    return f", at most {hours:,.1f} node-hours"
+
+
+def _say_what_nodes_save(state: DatasetState, jobs: _Jobs, site: Site, *, is_cut: bool) -> None:
+    sizes = state.plan.shard_bytes()
+    for array in jobs.arrays:
+        tasks = [ids_of_ranges(task) for task in array.tasks]
+        limits = site.limits(array.request)
+        note = nodes_note(array.request, limits, sizes, tasks, state.made.done.values(), is_cut=is_cut)
+        if note:
+            say(note)
+
+
+def _summary_lines(jobs: _Jobs) -> list[str]:
+    """Return comments above the scripts of a dry run: jobs, tasks at once, and the most that they may use."""
+    num_jobs = counted(len(jobs.scripts()), "job")
+    lines = [f"# {num_jobs}, not submitted: arrays of tasks, then verify"]
+    for array in jobs.arrays:
+        request = array.request
+        num_tasks = len(array.tasks)
+        at_once = min(request.max_parallel, num_tasks)
+        words = [f"# {counted(num_tasks, 'task')}, {at_once} at once"]
+        unit = "CPU"
+        if request.num_cpus is None:
+            unit = "node"
+            nodes = "a whole node"
+            if request.nodes is not None:
+                nodes = counted(request.nodes, "whole node")
+            words.append(f"{nodes} each")
+        else:
+            words.append(f"{counted(request.num_cpus, 'CPU')} each")
+        if request.time_min is None:
+            words.append("no time limit named")
+        else:
+            unit_hours = node_hours(request, num_tasks, request.time_min) * (request.num_cpus or 1)
+            hours = math.ceil(num_tasks / at_once) * request.time_min / 60
+            words.append(f"at most {request.time_min} min each")
+            words.append(f"at most {unit_hours:,.1f} {unit}-hours and {hours:,.1f} hours in all")
+        lines.append(", ".join(words))
+    return lines

@@ -49,7 +49,8 @@ class Packer:
     """Packs documents into rows, in order."""
 
     def __init__(self, spec: DatasetSpec) -> None:
-        self.seq_len, self.num_split = spec.seq_len, 0  # documents that are not whole in one row
+        self.seq_len = spec.seq_len
+        self.num_split = 0  # documents that are not whole in one row
         self.group_rows = max(1, names.PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
         is_chat = spec.record == "chat"  # then ids carry NO_LOSS while they are packed
         self.dtype = np.dtype(np.uint32) if is_chat else spec.dtype
@@ -96,9 +97,12 @@ class ConcatRows(Packer):
 
     def _take(self, num_tokens: int) -> RowGroup:
         """Return a group of the first ``num_tokens`` of these tokens."""
-        seq_len, num_here = self.seq_len, np.searchsorted(self._starts["position"], num_tokens)
-        ids, self._ids = self._ids[:num_tokens], self._ids[num_tokens:]
-        starts, self._starts = self._starts[:num_here], self._starts[num_here:].copy()
+        seq_len = self.seq_len
+        ids = self._ids[:num_tokens]
+        self._ids = self._ids[num_tokens:]
+        num_here = np.searchsorted(self._starts["position"], num_tokens)
+        starts = self._starts[:num_here]
+        self._starts = self._starts[num_here:].copy()
         self._starts["position"] -= num_tokens
         num_rows = -(-len(ids) // seq_len)
         num_padding = num_rows * seq_len - len(ids)
@@ -144,7 +148,8 @@ class BestFitRows(Packer):
         self._closed: list[_Row] = []
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
-        seq_len, bounds = self.seq_len, itertools.pairwise(tokens.offsets.tolist())
+        seq_len = self.seq_len
+        bounds = itertools.pairwise(tokens.offsets.tolist())
         columns = (starts[name].tolist() for name in ("input_number", "input_offset", "digest"))
         provenances = zip(*columns, strict=True)
         ids = tokens.ids.astype(self.dtype)
@@ -178,7 +183,8 @@ class BestFitRows(Packer):
 
     def _groups(self, least: int) -> Iterator[RowGroup]:
         while len(self._closed) >= least:
-            taken, self._closed = self._closed[: self.group_rows], self._closed[self.group_rows :]
+            taken = self._closed[: self.group_rows]
+            self._closed = self._closed[self.group_rows :]
             starts = [
                 (number * self.seq_len + position, *document)
                 for number, row in enumerate(taken)

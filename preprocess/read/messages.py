@@ -135,7 +135,7 @@ class MessageFields(TextFields):
             messages = _prompt_and_completion(value_of["prompt"], value_of["completion"])
             found = Recognized("prompt", messages)
         elif {"instruction", "output"} <= has and form in ("auto", "alpaca"):
-            found = Recognized("alpaca", _alpaca(value_of))
+            found = _alpaca(value_of)
         elif {"chosen", "rejected"} <= has:
             return UnusableText("preference_pair", _PAIR)
         if found is None:
@@ -227,20 +227,23 @@ def _messages_in(value: JsonValue) -> list[JsonValue] | None:
     return messages if _role(messages) else None
 
 
-def _alpaca(value_of: Mapping[str, JsonValue]) -> list[JsonValue]:
+def _alpaca(value_of: Mapping[str, JsonValue]) -> Recognized | UnusableText:
     messages: list[JsonValue] = []
-    earlier = parsed_if_json(value_of["history"])
-    for turn in earlier if isinstance(earlier, list) else []:
+    history = parsed_if_json(value_of["history"]) or []
+    if not isinstance(history, list):
+        return unusable(("history",), history, "a list of questions with their answers")
+    for turn in history:
+        if not isinstance(turn, list) or len(turn) != 2:
+            return unusable(("history",), history, "one of questions with their answers")
         question, answer = turn
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
     asked = [value_of["instruction"]]
     if value_of["input"]:
         asked.append(value_of["input"])
-    return [
-        *messages,
-        {"role": "user", "content": "\n".join(map(str, asked))},
-        {"role": "assistant", "content": value_of["output"]},
-    ]
+    messages.append({"role": "user", "content": "\n".join(map(str, asked))})
+    messages.append({"role": "assistant", "content": value_of["output"]})
+    return Recognized("alpaca", messages)
 
 
 def _without_nulls(value: JsonValue) -> JsonValue:

@@ -364,6 +364,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "a control token in a tool": (
         {"messages": TWO, "tools": [{"function": {"name": "<|im_end|>"}}]}, "control_token"
     ),
+    "a history without answers": ({"instruction": "a", "output": "b", "history": ["Hi?"]}, "wrong_type"),
     "an unknown speaker": ({"conversations": [_sharegpt("narrator", "So.")]}, "wrong_role"),
 }  # fmt: skip
 

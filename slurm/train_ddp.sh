@@ -103,8 +103,9 @@ export MASTER_PORT="${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))}"
 # no time, because a program may change files in it later.
 list_checkpoints() {
   local names=(-name '*[0-9]*' -o -name '*.pt' -o -name '*.pth' -o -name '*.ckpt' -o -name '*.safetensors')
-  local logs='.*/(events\.out\..*|(tmp|run|offline-run|version|logs?)[-_].*|.*[-_.]logs?|.*\.tmp.*|'
-  logs+='.*\.(log|jsonl?|txt|csv|tsv|ya?ml|toml|out|err|html|png|pdf|lock|py|sh)|wandb.*|runs.*|.*tensorboard.*)'
+  local logs='.*/(events\.out\..*|(tmp|run|offline-run|version|logs?|tb|trace|memory)[-_].*|.*[-_.]logs?|.*\.tmp.*|'
+  logs+='.*\.(log|jsonl?|txt|csv|tsv|ya?ml|toml|out|err|html|png|pdf|lock|py|sh)|'
+  logs+='core\..*|profil.*|wandb.*|runs.*|.*tensorboard.*)'
   [[ -z ${SHARDPREP_CHECKPOINTS:-} ]] || names=(-name "$SHARDPREP_CHECKPOINTS") logs='.*\.tmp'
   find "$place" -mindepth 1 -maxdepth 1 ! -name '.*' ! -name $'*\n*' \( "${names[@]}" \) \
     -regextype posix-extended ! -iregex "$logs" \

@@ -503,7 +503,8 @@ SAVED = {
 NOT_SAVED = (
     "touch events.out.tfevents.1732.n1.7.0", "mkdir -p runs/Nov28_n1", "mkdir wandb", "mkdir version_1",
     "touch log-2.txt", "touch metrics-1.jsonl", "mkdir tmp-checkpoint-9", "mkdir checkpoint-9.tmp",
-    "touch step-1.pt/later",
+    "touch step-1.pt/later", "touch core.12345 core.python.77", "touch trace_0.json.gz memory_5.pickle.gz",
+    "mkdir profiler_1 tb_2026",
 )  # fmt: skip
 
 

@@ -280,7 +280,9 @@ def _seen_in_tables(input_dir: Path, unusable: Sequence[_Unusable], options: Pla
     seen: list[_Unusable] = []
     for item, look, error in unusable:
         columns = error.expected
-        if isinstance(error, NoColumn) and columns not in found and len(found) < _NUM_FILES_SHOWN:
+        # One with advice says already what is wrong, such as another delimiter.
+        is_unknown = isinstance(error, NoColumn) and error.advice is None
+        if is_unknown and columns not in found and len(found) < _NUM_FILES_SHOWN:
             records = first_records(input_dir, item, options)
             error = problem_of_fields(input_dir / item.path, records, options) or error
             found[columns] = flags_of(error)

@@ -6,6 +6,7 @@ know it: memory, time limit, node failure, preemption. The log keeps it after sq
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -159,11 +160,17 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=1)
+def _folder_of_logs(path: str) -> DataFolder:
+    """Return the folder of a data set, opened once for thousands of logs."""
+    return DataFolder(path)
+
+
 def _open_log(path: Path) -> ReadFile:
     """Open a log, in the folder of a data set never through a link: others may write there."""
     folder, _, name = str(path).rpartition(f"/{LOGS_FOLDER}/")
     if folder and "/" not in name:
-        return DataFolder(folder).open(f"{LOGS_FOLDER}/{name}")
+        return _folder_of_logs(folder).open(f"{LOGS_FOLDER}/{name}")
     return ReadFile(path)
 
 

@@ -38,6 +38,7 @@ CAMPAIGNS = {
     "short_transfers": Campaign(disturbed_runs.short_transfers, ("json", "npy", "best_fit"), num_quick=1),
     "full_disks": Campaign(disturbed_runs.full_disks),
     "kills": Campaign(disturbed_runs.kills, _ALL, num_quick=1),
+    "deaths": Campaign(disturbed_runs.deaths, num_quick=1),
     "stop_signals": Campaign(disturbed_runs.stop_signals, _ALL, num_quick=2),
     "power_loss": Campaign(power_loss.outcomes, num_quick=1),
     "races": Campaign(disturbed_runs.races),

@@ -1,4 +1,4 @@
-"""Seven campaigns that disturb a run at its k-th call to the operating system, or before or during it."""
+"""Eight campaigns that disturb a run at its k-th call to the operating system, or before or during it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.faults.forked_case import Ended, ForkedRun
 from tests.faults.judging import Fault, Outcome, spread, struck
 from tests.faults.os_calls import ERRORS, Call, Mode
-from tests.faults.small_data_sets import EXPORTS, LISTS, Hit, SmallDataSet, hits
+from tests.faults.small_data_sets import EXPORTS, LISTS, WITH_HELPERS, Hit, SmallDataSet, hits
 
 _OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
 _OF_LISTS = dict.fromkeys(LISTS, 0.5)
@@ -104,6 +104,29 @@ def _signals(
         yield Fault(words=stop.name, at=at, mode="signal", error=stop)
 
 
+def _deaths(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
+    """At each call, kill one helper of a task; or the task, whose helpers then end by themselves."""
+    for at, _ in _calls(data_set, hit, number):
+        yield Fault(words="a helper is killed", at=at, meanwhile=_kill_a_helper)
+        words = "only the task is killed"
+        yield Fault(words=words, at=at, mode="signal", error=signal.SIGKILL, meanwhile=_kill_the_task)
+
+
+def _kill_a_helper(_: SmallDataSet) -> None:
+    for task in _children(os.getpid()):
+        for helper in _children(task)[:1]:  # it has none before it is loaded, nor at its end
+            os.kill(helper, signal.SIGKILL)
+
+
+def _kill_the_task(_: SmallDataSet) -> None:
+    for task in _children(os.getpid()):
+        os.kill(task, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _halves(data_set: SmallDataSet, hit: Hit, number: int) -> Iterator[Fault]:
     """Shorten all reads and writes at once, then single ones."""
     made = data_set.undisturbed(hit.command, hit.stage).calls
@@ -175,6 +198,7 @@ injected_errors = partial(_tried, "injected_errors", _ERROR_HITS, _errors)
 kills = partial(_tried, "kills", _KILL_HITS, partial(_signals, [signal.SIGKILL]))
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 stop_signals = partial(_tried, "stop_signals", _KILL_HITS, partial(_signals, _STOPS))
+deaths = partial(_tried, "deaths", {WITH_HELPERS: 1}, _deaths)
 short_transfers = partial(_tried, "short_transfers", _SHORT_HITS, _halves)
 
 

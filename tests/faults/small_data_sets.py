@@ -34,11 +34,13 @@ from tests.world import open_loader
 LITTER = ".{}.other-{}-0123abcd.tmp"  # temporaries of killed attempts, which clean removes
 LISTS = ("duplicates", "overlap")  # commands that write lists
 EXPORTS = ("export megatron", "export nanogpt", "export hf")
+WITH_HELPERS = "shard with helpers"
 # Words in capitals are paths in the workplace; OPTIONS are the options of the form.
 _WORDS = {
     "plan": "plan --input_dir RAW --output_dir DATA --model_id MODEL --num_shards 2 OPTIONS",
     "shard": "shard --shard_id 0 --output_dir DATA",
     "shard 1": "shard --shard_id 1 --output_dir DATA",
+    WITH_HELPERS: "shard --shard_id 0 --output_dir DATA",
     "run": "run DATA --num_proc 1",
     "verify": "verify DATA",
     "verify --fast": "verify DATA --fast",
@@ -104,11 +106,20 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
     def run() -> tuple[int, Any]:
         if name in delivers:
             return 0, delivers[name]()
+        if name == WITH_HELPERS:
+            _pretend_three_cpus()
         words = _WORDS[name].replace("OPTIONS", " ".join(options)).split()
         code = main([re.sub("^[A-Z]+", lambda word: str(place / word[0].lower()), word) for word in words])
         return 0 if (name, code) == ("doctor", 1) else code, None  # doctor ends with 1 for a warning
 
     return run
+
+
+def _pretend_three_cpus() -> None:
+    """Let this process have three CPUs, and helpers for a shard of 2 kB."""
+    os.sched_getaffinity = lambda _: {0, 1, 2}
+    os.sched_setaffinity = lambda *_: None
+    os.environ["SHARDPREP_STRETCH_BYTES"] = "60"
 
 
 def loaded(shards: object, *, state: Any = None, **options: object) -> str:
@@ -140,7 +151,7 @@ class Hit(NamedTuple):
 # Name in the table -> the command and the stage at which it runs.
 _HITS: dict[str, tuple[str, Stage]] = {
     **{name: (name, "raw") for name in ("plan", "train_tokenizer")},
-    **{name: (name, "planned") for name in ("shard", "run", "submit", "doctor")},
+    **{name: (name, "planned") for name in ("shard", WITH_HELPERS, "run", "submit", "doctor")},
     **{name: (name, "made") for name in ("verify", "verify --fast", "load tars", "status")},
     **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *LISTS, *EXPORTS)},
     "clean": ("clean", "littered"),

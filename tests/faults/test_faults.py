@@ -29,6 +29,7 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "short_transfers": (15, {"equal"}),
     "full_disks": (3, {"refused", "equal"}),
     "kills": (10, {"equal"}),
+    "deaths": (2, {"refused", "equal"}),
     "stop_signals": (15, {"refused"}),
     "power_loss": (28, {"equal"}),
     "races": (3, {"equal"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from slurm.commands import SlurmAway, megabytes_of, minutes_of, run_slurm, slurm_answer
+from slurm.commands import SlurmAway, SlurmFull, megabytes_of, minutes_of, run_slurm, slurm_answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class SubmittedJob:
 def submit_script(script: str, *options: str) -> str:
     """Submit a script and return its job id, from the last line: a site's sbatch may print a banner first.
 
-    Raises SlurmAway without an id. Slurm may still have taken the job, which can be found by its name.
+    Raises SlurmFull if it was not taken. Raises SlurmAway without an id: Slurm may still have taken the job,
+    which can be found by its name.
     """
     try:
         said = run_slurm("sbatch", "--parsable", *options, text=script).stdout
@@ -32,6 +33,8 @@ def submit_script(script: str, *options: str) -> str:
         if match:
             return match[1]
         why = f"sbatch answered {last[:80]!r}"
+    except SlurmFull:
+        raise
     except SlurmAway as error:
         why = str(error.found)
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]

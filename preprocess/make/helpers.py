@@ -107,6 +107,11 @@ class _Helper:
                 _run_fork(parent, serve, theirs, self.arena, [self, *others])
         theirs.close()
 
+    def send(self, message: Any) -> None:
+        """Send a message. That the helper is dead is noticed when it is received from."""
+        with contextlib.suppress(ConnectionError):
+            self.pipe.send(message)
+
     def receive(self) -> Any:
         """Return the next message. Raises Stopped, or ReadWriteError if the helper is dead."""
         try:
@@ -197,7 +202,7 @@ class Helpers:
                         if not order:
                             raise ReadWriteError("no helper of this task works; run this again")
                         break
-                    helper.pipe.send((shard_id, stretch))
+                    helper.send((shard_id, stretch))
                     helper.jobs.append(_Outstanding(helper))
                     order.append(helper.jobs[-1])
                     following = self._read_next(reader, stretches)
@@ -227,7 +232,7 @@ class Helpers:
         """Return what each helper used for the shard that is over."""
         found = []
         for helper in self._helpers:
-            helper.pipe.send(_EndOfShard())
+            helper.send(_EndOfShard())
         for helper in self._helpers:
             message = helper.receive()
             if isinstance(message, BaseException):
@@ -295,8 +300,7 @@ class _KnownLines:
                 continue
             if job.num_lines is None:
                 return
-            with contextlib.suppress(BrokenPipeError):  # its death is noticed when it is received from
-                job.helper.pipe.send(self._num_lines)
+            job.helper.send(self._num_lines)
             job.is_told = True
             self._num_lines += job.num_lines
 

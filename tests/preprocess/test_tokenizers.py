@@ -363,7 +363,7 @@ def test_plan_and_doctor_print_the_tokens_that_begin_and_end_documents(
 
 
 def test_an_eos_that_the_tokenizer_lacks_is_not_advised(world: World) -> None:
-    assert "add --append_eos" in world.try_plan(num_shards=1).text
+    assert "--append_eos adds it" in world.try_plan(num_shards=1).text
     config(eos_token=None)(world.tokenizer)
     told = world.try_plan(num_shards=1, output_dir=world.data_dir.with_name("other")).text
     assert ("eos_token" in told, "--append_eos" in told) == (True, False)

@@ -59,7 +59,7 @@ def check(text: str, *, shows: str = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x7f\u202
 
 COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "plan": (0, ["plan", "--input_dir", "RAW", "--output_dir", "NEW", "--model_id", "MODEL",
-                 "--num_shards", 2, "--recursive", "--dry_run"]),
+                 "--num_shards", 2, "--recursive"]),
     "run": (0, ["run", "COPY", "--num_proc", 1, "--verbose"]),
     "shard": (0, ["--shard_id", 1, "--output_dir", "COPY"]),
     "too many bad documents": (65, ["--shard_id", 1, "--output_dir", "COPY", "--max_bad_fraction", 0]),

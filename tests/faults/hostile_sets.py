@@ -187,6 +187,11 @@ def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
     paths += sorted((data / "quarantine").glob("*"))
     names = [path.relative_to(data).as_posix() for path in paths]
     names += ["findings.json", "ids", "blanked", "jobs/attempts/1_0.r0"]
+    commands = (*_READERS, *_OF_IDS, *_WRITERS, *_SLOW)
+    if data_set.form != "with_ids":
+        commands = tuple(command for command in commands if not command.endswith(" id"))
+    if stage == "blanked":  # Megatron has no place for blanked tokens, so this is refused undisturbed
+        commands = tuple(command for command in commands if command != "export megatron")
     for name in dict.fromkeys(names):
         is_file = (data / name).is_file()
         kinds = {**_OTHER_KINDS, **(_CHANGED_FILES if is_file else {})}
@@ -194,7 +199,7 @@ def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
             yield Attack(
                 words=f"{stage}: {name} is {kind}",
                 stage=stage,
-                commands=(*_READERS, *(_OF_IDS if (data / "ids").is_dir() else ()), *_WRITERS, *_SLOW),
+                commands=commands,
                 apply=partial(_apply_to, f"data/{name}", change),
                 hidden=f"data/{name}",
             )

@@ -84,6 +84,7 @@ FORMS: dict[str, list[str]] = {
 _KEPT = ("raw", "model", "tmp", "blanked", "listed", "excluded")  # by the next form
 # Library modules that commands import late. The loader imports torch.
 _IMPORTED_AHEAD = [
+    "encodings.cp949",
     "encodings.utf_16_le",
     "encodings.utf_32_le",
     "isal.igzip_lib",

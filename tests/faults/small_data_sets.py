@@ -9,6 +9,7 @@ import contextlib
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -197,7 +198,7 @@ class SmallDataSet:
     def reset(self, stage: Stage) -> None:
         """Restore the workplace at the end of ``stage``."""
         for path in self.place.iterdir():  # keep the folder itself, which may be a mount point
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            _remove_folder(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
     def start(self, name: str, before: Callable[[], object] = nothing) -> ForkedRun:
@@ -271,6 +272,22 @@ class SmallDataSet:
                 continue
             found[name] = hashlib.sha256(data).hexdigest()
         return found
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a folder of any depth, where ``shutil.rmtree`` ends at 1,000 levels."""
+    numbers = itertools.count()
+    folders = [path]
+    while folders:
+        folder = folders.pop()
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                # Beside the first one, so that no path is too long.
+                folders.append(path.with_name(f".removed-{next(numbers)}"))
+                Path(entry).rename(folders[-1])
+            else:
+                Path(entry).unlink()
+        folder.rmdir()
 
 
 def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSet]:

@@ -204,7 +204,7 @@ def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
     paths += sorted((data / "quarantine").glob("*"))
     names = [path.relative_to(data).as_posix() for path in paths]
     names += ["findings.json", "ids", "blanked", "jobs/attempts/1_0.r0"]
-    commands = (*_READERS, *_OF_IDS, *_WRITERS, *_SLOW)
+    commands: tuple[str, ...] = (*_READERS, *_OF_IDS, *_WRITERS, *_SLOW)
     if data_set.form != "with_ids":
         commands = tuple(command for command in commands if not command.endswith(" id"))
     if stage == "blanked":  # Megatron has no place for blanked tokens, so this is refused undisturbed

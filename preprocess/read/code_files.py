@@ -98,6 +98,10 @@ class CodeFiles:
         expected = "the same bytes as at the start; restore the file and run this again, or plan again"
         return Refused(path=self.paths[name], found="other bytes while it was in use", expected=expected)
 
+    def name_of(self, path: str) -> str | None:
+        """Return the name of a file among the named ones, or None."""
+        return self.name_of_path.get(path, self.name_of_path.get(os.path.realpath(path)))
+
     def module_file(self, name: str) -> str | None:
         """Return the named file of a module such as "rules.words", or None. A package wins, as in Python."""
         path = name.replace(".", "/")

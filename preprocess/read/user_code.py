@@ -7,7 +7,7 @@ the same in every command.
 While the code runs, these rules hold in this process. A rule that is broken ends the work with its error,
 even if the code catches what is raised:
 
-- A module of the user runs only if it was named. Its bytes are the hashed ones, whatever is on the disk now.
+- A module of the user runs only if it was named. Its bytes are the hashed ones (``hashed_modules``).
   An audit hook sees all code that runs from a file, however it is imported, and refuses other files of the
   code's folders and of the current folder. It costs 0.1 µs for each event that Python audits.
 - A file beside the code that was not named does not run as text (``exec(file.read())``). If it is only read,
@@ -15,31 +15,36 @@ even if the code catches what is raised:
 - The code does not end or replace this process, so exit code 0 still means that the shard is done.
 - What it prints goes to standard error, because standard output has results.
 
-The file is one job: each rule holds only because the others do.
+Each rule holds only because the others do, so they stand together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import posix
 import queue
 import sys
-import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from preprocess.read.code_files import MAX_FILE_BYTES, CodeFiles
-from shardprep import HOME
+from preprocess.read.hashed_modules import HashedModules
+from preprocess.read.library_files import (
+    OUR_PACKAGES,
+    absolute,
+    is_below,
+    is_installed,
+    is_library,
+    version_of,
+)
 from shardprep.console import say
 from shardprep.errors import ShardprepError, UsageError
 
@@ -47,93 +52,11 @@ T = TypeVar("T")
 # The same on every machine, whatever ``ulimit -s`` says: a deep recursion ends at the same depth.
 _STACK_BYTES = 16 << 20
 _MODULE_NAME = "shardprep_transform"  # of the main file, for classes that are pickled
-_OUR_PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 _CODE_SUFFIXES = (".py", ".pyc", ".pyw")
 _MAX_READS = 100  # files that are read and were not named: those that are remembered
 _MAX_LIBRARIES = 200
 _MAX_VERSION_CHARS = 100
 _IF_IT_CHANGES = "if it changes, later shards differ from earlier ones. To keep it: plan with"
-
-
-# Modules. -----------------------------------------------------------------------------------------------
-
-
-class _HashedModule(importlib.abc.InspectLoader):
-    """Loads a module from hashed bytes."""
-
-    def __init__(self, code: UserCode, name: str) -> None:
-        self._code = code
-        self._name = name
-        self.path = str(code.files.paths[name])
-
-    def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - importlib's signature
-        return self.path
-
-    def is_package(self, fullname: str) -> bool:  # noqa: ARG002
-        return self._name.endswith("/__init__.py")
-
-    def get_source(self, fullname: str) -> str:  # noqa: ARG002
-        return importlib.util.decode_source(self._code.files.contents[self._name])
-
-    def get_data(self, path: str) -> bytes:
-        """Return the bytes of a named file: what pkgutil.get_data asks for."""
-        name = self._code.files.name_of_path.get(os.path.abspath(path))  # noqa: PTH100
-        if name is None:
-            raise FileNotFoundError(f"{path} is not among --transform_files")
-        return self._code.files.contents[name]
-
-    def get_resource_reader(self, fullname: str) -> Any:  # noqa: ARG002
-        from importlib.readers import FileReader
-
-        return FileReader(self)  # type: ignore[arg-type]  # it uses only ``path``
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        content = self._code.files.contents[self._name]
-        # dont_inherit: the features that this module imports from __future__ are not the user's.
-        compiled = compile(content, self.path, "exec", dont_inherit=True)
-        self._code.served = compiled
-        exec(compiled, vars(module))  # noqa: S102
-
-
-class _HashedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules among the named files, before those of any folder."""
-
-    def __init__(self, code: UserCode) -> None:
-        self._code = code
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,  # noqa: ARG002 - importlib's signature
-    ) -> importlib.machinery.ModuleSpec | None:
-        code, parent = self._code, fullname.rpartition(".")[0]
-        # By its name, unless it is a module of a library's package.
-        if not parent or parent in code.module_names:
-            file, folder = code.files.module_file(fullname), fullname.replace(".", "/")
-            if file is not None:
-                return self._named(fullname, file)
-            if code.files.has_modules_in(folder):  # a folder without __init__.py
-                code.module_names.add(fullname)
-                spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-                spec.submodule_search_locations = [str(each / folder) for each in code.files.folders]
-                return spec
-        # By its file, in a folder that the code added to sys.path. Python could take a .pyc of other bytes.
-        found_spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        file = (
-            code.name_of(_absolute(found_spec.origin))
-            if found_spec is not None and found_spec.origin
-            else None
-        )
-        if file is not None and file.endswith(".py"):
-            return self._named(fullname, file)
-        if path is None:
-            code.library_names.add(fullname)
-        return None
-
-    def _named(self, fullname: str, file: str) -> importlib.machinery.ModuleSpec:
-        self._code.module_names.add(fullname)
-        return self._code.spec_of(fullname, file)
 
 
 class _Ended(BaseException):
@@ -145,14 +68,11 @@ class UserCode:
 
     def __init__(self, files: CodeFiles) -> None:
         self.files = files
-        self.served: types.CodeType | None = None  # the last module that was compiled from hashed bytes
-        self.module_names: set[str] = set()  # those that came from ``files``
-        self.library_names = files.imported_names()  # top-level modules that the code asked for
+        self.finder = HashedModules(files)
         self.error: ShardprepError | None = None  # of the rule that was broken
         self.reads: list[str] = []  # files beside the code that it read, and that were not named
         self._num_told = 0  # of these
         self.modules: dict[str, types.ModuleType] = {}  # by name, while other code has its place
-        self._finder = _HashedModules(self)
         self._started_in = _current_folder()
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -163,33 +83,23 @@ class UserCode:
         return self.call(self._load)
 
     def _load(self) -> types.ModuleType:
-        tops = {name.partition("/")[0].removesuffix(".py") for name in [*self.files.contents][1:]}
-        for top in sorted(tops):
-            is_module = self.files.module_file(top) is not None or self.files.has_modules_in(top)
-            if is_module and (top in sys.stdlib_module_names or top in sys.modules or _is_installed(top)):
-                found = f"--transform_files with {top}, which hides Python's module of this name"
-                raise UsageError(found=found, expected="a name that no library has", advice="rename it")
-        spec = self.spec_of(_MODULE_NAME, self.files.path.name)
+        self._refuse_names_of_libraries()
+        spec = self.finder.spec_of(_MODULE_NAME, self.files.path.name)
         module = importlib.util.module_from_spec(spec)
-        self.module_names.add(_MODULE_NAME)
         sys.modules[_MODULE_NAME] = module
         assert spec.loader is not None  # spec_of gives one
         spec.loader.exec_module(module)
         return module
 
-    def spec_of(self, name: str, file: str) -> importlib.machinery.ModuleSpec:
-        """Return how a module is loaded from a named file."""
-        loader = _HashedModule(self, file)
-        is_package = file.endswith("/__init__.py")
-        spec = importlib.util.spec_from_file_location(
-            name,
-            loader.path,
-            loader=loader,
-            submodule_search_locations=[str(Path(loader.path).parent)] if is_package else None,
-        )
-        assert spec is not None  # it is None only if there is no loader
-        spec.cached = None  # there is no .pyc of hashed bytes
-        return spec
+    def _refuse_names_of_libraries(self) -> None:
+        """Raise UsageError if a named module hides one of Python or of a library."""
+        _, *others = self.files.contents  # the first one is the main file
+        for top in sorted({name.partition("/")[0].removesuffix(".py") for name in others}):
+            if self.files.module_file(top) is None and not self.files.has_modules_in(top):
+                continue
+            if top in sys.stdlib_module_names or top in sys.modules or is_installed(top):
+                found = f"--transform_files with {top}, which hides Python's module of this name"
+                raise UsageError(found=found, expected="a name that no library has", advice="rename it")
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in the code's thread, and return its result or raise its exception.
@@ -212,7 +122,7 @@ class UserCode:
         return threading.current_thread() is self._thread
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
-        with _running_code(self, self._finder):
+        with _running_code(self):
             try:
                 result = function(*args)
             except BaseException:
@@ -236,10 +146,10 @@ class UserCode:
         """End the call if code from a file may not run."""
         if not filename or filename.startswith("<"):  # such as <string>
             return
-        path = _absolute(filename)
+        path = absolute(filename)
         while not os.path.lexists(path) and "/" in path:  # a module in a zip file
             path = os.path.dirname(path)  # noqa: PTH120
-        name = self.name_of(path)
+        name = self.files.name_of(path)
         if name is None:
             if self._is_of_user(path):
                 self.end(self.files.not_named(path))
@@ -248,14 +158,14 @@ class UserCode:
 
     def check_may_read(self, filename: str) -> None:
         """End the call if a file of code, which it would run as text, is not named."""
-        path = _absolute(filename)
-        if self.name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
+        path = absolute(filename)
+        if self.files.name_of(path) is None and os.path.lexists(path) and self._is_of_user(path):
             self.end(self.files.not_named(path))
 
     def see_read(self, filename: str) -> None:
         """Remember a file beside the code that is read, and that the hash does not contain."""
-        path = _absolute(filename)
-        if path in self.reads or len(self.reads) == _MAX_READS or self.name_of(path) is not None:
+        path = absolute(filename)
+        if path in self.reads or len(self.reads) == _MAX_READS or self.files.name_of(path) is not None:
             return
         if os.path.isfile(path) and self._is_beside(path):  # noqa: PTH113
             self.reads.append(path)
@@ -280,24 +190,20 @@ class UserCode:
 
     def _is_beside(self, path: str) -> bool:
         """Return whether a file is in the code's folders: no library, and no cache in a hidden folder."""
-        if _is_library(path):
+        if is_library(path):
             return False
         for folder in self.files.folders:
-            if _is_below(path, str(folder)):
+            if is_below(path, str(folder)):
                 inside = Path(path).relative_to(folder)
                 return not any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
         return False
-
-    def name_of(self, path: str) -> str | None:
-        """Return the name of a file among the named ones, or None."""
-        return self.files.name_of_path.get(path, self.files.name_of_path.get(os.path.realpath(path)))
 
     def keep_modules(self, new_names: Iterable[str]) -> None:
         """Remember the modules that came from the files, also those that were found by other means."""
         for name in new_names:
             if getattr(sys.modules[name], "__file__", None) in self.files.name_of_path:
-                self.module_names.add(name)
-        self.modules = {name: sys.modules[name] for name in self.module_names if name in sys.modules}
+                self.finder.names.add(name)
+        self.modules = {name: sys.modules[name] for name in self.finder.names if name in sys.modules}
 
     def missing_module(self, error: ImportError) -> UsageError | None:
         """Return the error for a module that was not found, but is in a folder of the user."""
@@ -312,45 +218,29 @@ class UserCode:
 
     def _is_of_user(self, path: str) -> bool:
         """Return whether a file is in the code's folders, or imported from the current folder."""
-        if _is_library(path):
+        if is_library(path):
             return False
         real = os.path.realpath(path)
-        if any(_is_below(each, str(folder)) for folder in self.files.folders for each in (path, real)):
-            return True
+        for folder in map(str, self.files.folders):
+            if is_below(path, folder) or is_below(real, folder):
+                return True
         # A module counts as imported from the longest folder of sys.path that it is in.
-        roots = [root for root in map(_absolute, sys.path) if _is_below(path, root)]
+        roots = [root for root in map(absolute, sys.path) if is_below(path, root)]
         root = max(roots, key=len, default=os.path.dirname(path))  # noqa: PTH120
         currents = {str(each) for each in (self._started_in, _current_folder()) if each is not None}
         return root in currents or os.path.realpath(root) in currents
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that the code imported, "" if one does not say it."""
-        version_of: dict[str, str] = {}
-        for name in sorted(self.library_names):
-            is_other = name in sys.stdlib_module_names or name in _OUR_PACKAGES or name in self.module_names
-            if is_other or name.startswith("_") or name not in sys.modules:
+        versions: dict[str, str] = {}
+        no_libraries = {*sys.stdlib_module_names, *OUR_PACKAGES, *self.finder.names}
+        for name in sorted(self.finder.library_names - no_libraries):
+            if name.startswith("_") or name not in sys.modules:
                 continue
-            if len(version_of) == _MAX_LIBRARIES:
+            if len(versions) == _MAX_LIBRARIES:
                 break
-            version_of[name] = _version_of(name)[:_MAX_VERSION_CHARS]
-        return version_of
-
-
-def _is_installed(name: str) -> bool:
-    spec = importlib.machinery.PathFinder.find_spec(name)
-    return spec is not None and spec.origin is not None and _is_library(spec.origin)
-
-
-def _version_of(name: str) -> str:
-    version = getattr(sys.modules[name], "__version__", None)
-    if not isinstance(version, str):
-        from importlib import metadata  # takes 20 ms, and is rarely needed
-
-        try:
-            version = metadata.version(name)
-        except (metadata.PackageNotFoundError, ValueError):
-            version = ""
-    return version.encode("utf-8", "backslashreplace").decode()
+            versions[name] = version_of(name)[:_MAX_VERSION_CHARS]
+        return versions
 
 
 def _current_folder() -> Path | None:
@@ -359,33 +249,7 @@ def _current_folder() -> Path | None:
     return None
 
 
-def _absolute(path: str) -> str:
-    """Return the absolute path, links not followed, or the path itself if the current folder was removed."""
-    with contextlib.suppress(OSError):
-        return os.path.abspath(path)  # noqa: PTH100
-    return path
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path.startswith(folder.rstrip("/") + "/")
-
-
-@functools.cache
-def _library_folders() -> list[str]:
-    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [str(HOME / name) for name in _OUR_PACKAGES]
-    return [*folders, *map(os.path.realpath, folders)]
-
-
-def _is_library(path: str) -> bool:
-    """Return whether a file belongs to Python, to an installed library or to shardprep."""
-    parts = path.split("/")
-    if "site-packages" in parts or "dist-packages" in parts:
-        return True
-    return any(_is_below(path, folder) for folder in _library_folders())
-
-
-# What holds while the code runs. ------------------------------------------------------------------------
+# What holds while the code runs.
 
 _turn = threading.Lock()  # the rules hold for the whole process, so one code runs at a time
 _running: UserCode | None = None
@@ -408,7 +272,7 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _running_code(code: UserCode, finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
+def _running_code(code: UserCode) -> Iterator[None]:
     """Make the rules of this module hold."""
     global _running
     with _turn, _output_to_stderr():
@@ -417,7 +281,7 @@ def _running_code(code: UserCode, finder: importlib.abc.MetaPathFinder) -> Itera
         before = [getattr(module, name) for module, name in _ENDINGS]
         for (module, name), real in zip(_ENDINGS, before, strict=True):
             setattr(module, name, functools.partial(_end_process, code, name, real, os.getpid()))
-        sys.meta_path.insert(0, finder)
+        sys.meta_path.insert(0, code.finder)
         modules_before = {*sys.modules}
         _running = code
         try:
@@ -425,7 +289,7 @@ def _running_code(code: UserCode, finder: importlib.abc.MetaPathFinder) -> Itera
         finally:
             _running = None
             with contextlib.suppress(ValueError):  # the code removed it
-                sys.meta_path.remove(finder)
+                sys.meta_path.remove(code.finder)
             for (module, name), real in zip(_ENDINGS, before, strict=True):
                 setattr(module, name, real)
             code.keep_modules(sys.modules.keys() - modules_before)
@@ -445,7 +309,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if code is None:
         return
     if event == "exec":
-        if args[0] is not code.served:
+        if args[0] is not code.finder.served:
             code.check_may_run(str(getattr(args[0], "co_filename", "")))
     elif event == "import":
         if args[1]:

@@ -1,14 +1,16 @@
-"""``python -m tests.faults``: run the campaigns, print the table and each distinct failure."""
+"""``python -m tests.faults``: run the campaigns, print the table and each distinct failure.
+
+SIGTERM or Ctrl-C stops them. Then the table has the runs until then.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +19,8 @@ from tqdm import tqdm
 from tests.faults import disturbed_files, disturbed_runs, hostile_sets, power_loss
 from tests.faults.judging import KINDS, Outcome, failures
 from tests.faults.os_calls import preload
-from tests.faults.small_data_sets import FORMS, make_small_data_sets
+from tests.faults.recorded import recorded
+from tests.faults.small_data_sets import FORMS, SmallDataSet, make_small_data_sets
 
 
 class Campaign(NamedTuple):
@@ -58,8 +61,9 @@ def main() -> int:
     parser.add_argument("--num_faults", type=int, help="faults per file or command (default: 200)")
     parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="run this campaign (repeatable)")
     parser.add_argument("--form", action="append", choices=FORMS, help="use this data set form (repeatable)")
-    parser.add_argument("--json", type=Path, help="write all outcomes to this file")
+    parser.add_argument("--json", type=Path, help="write each outcome to this file, a line of JSON each")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         preload(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
         return _run(args, Path(folder))
@@ -71,17 +75,24 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         for name in args.only or CAMPAIGNS
     }
     data_sets = make_small_data_sets(folder, sorted({form for forms in forms_of.values() for form in forms}))
-    outcomes = list[Outcome]()
+    planned = _outcomes(forms_of, data_sets, args)
+    outcomes, is_complete = recorded(planned, args.json)
+    _print_table(outcomes)
+    _print_failures(failures(outcomes))
+    if not is_complete:
+        print("\nstopped: the campaigns are not complete")
+    return 1 if failures(outcomes) or not is_complete else 0
+
+
+def _outcomes(
+    forms_of: Mapping[str, Sequence[str]], data_sets: Sequence[SmallDataSet], args: argparse.Namespace
+) -> Iterator[Outcome]:
+    """Run the campaigns one after the other."""
     for name, forms in forms_of.items():
         of_campaign = [data_set for data_set in data_sets if data_set.form in forms]
         num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _NUM_FAULTS)
         campaign = CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults)
-        outcomes += tqdm(campaign, name, mininterval=30, unit=" faults")
-        if args.json:
-            args.json.write_text(json.dumps([*map(asdict, outcomes)]), encoding="utf-8")
-    _print_table(outcomes)
-    _print_failures(failures(outcomes))
-    return 1 if failures(outcomes) else 0
+        yield from tqdm(campaign, name, mininterval=30, unit=" faults")
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:

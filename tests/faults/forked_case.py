@@ -73,13 +73,15 @@ class ForkedRun:
 
     def end(self, meanwhile: Callable[[], object] | None = None) -> Ended:
         """Wait for the end. Each time that the fork stops (SIGSTOP), call ``meanwhile`` and continue it."""
-        _, status = os.waitpid(self.pid, os.WUNTRACED if meanwhile else 0)
-        while meanwhile and os.WIFSTOPPED(status):
-            meanwhile()
-            os.killpg(self.pid, signal.SIGCONT)
-            _, status = os.waitpid(self.pid, os.WUNTRACED)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # processes that it left
+        try:
+            _, status = os.waitpid(self.pid, os.WUNTRACED if meanwhile else 0)
+            while meanwhile and os.WIFSTOPPED(status):
+                meanwhile()
+                os.killpg(self.pid, signal.SIGCONT)
+                _, status = os.waitpid(self.pid, os.WUNTRACED)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # it, if the campaign is stopped; processes that it left
         with self._printed as printed, self._result as result:
             printed.seek(0)
             result.seek(0)
@@ -133,7 +135,8 @@ def _last_words(text: str) -> str:
 
 
 def _limit(cpu_limit_s: int, memory_bytes: int) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for of_campaign in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(of_campaign, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _WALL_LIMIT_S)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

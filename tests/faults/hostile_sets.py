@@ -17,6 +17,7 @@ import re
 import resource
 import shutil
 import stat
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import numpy as np
 
 from tests.faults.forked_case import Ended
 from tests.faults.judging import EQUAL, Failure, Outcome, Verdict, different, outcome_of, verdict_of_end
-from tests.faults.small_data_sets import Hit, SmallDataSet, Stage, Undisturbed
+from tests.faults.small_data_sets import EXPORTS, Hit, SmallDataSet, Stage, Undisturbed
 from tests.forged import content_sha256, rewrite_json
 
 _OTHER_USER = 12345
@@ -52,6 +53,7 @@ _OF_IDS = ("peek at id",)
 # They start processes, which takes seconds.
 _SLOW = ("run", "blank", "blank by id", "verify --deep")
 _WRITERS = ("shard again", "run again")
+_REFUSED_BLANKED = ("blank", *EXPORTS)  # undisturbed; nothing is left to blank, and no other tool knows blanks
 _OTHER_DATA = ("load", "peek", "export", "overlap")  # commands that compare no hashes of tars, or of lists
 
 
@@ -207,8 +209,8 @@ def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
     commands: tuple[str, ...] = (*_READERS, *_OF_IDS, *_WRITERS, *_SLOW)
     if data_set.form != "with_ids":
         commands = tuple(command for command in commands if not command.endswith(" id"))
-    if stage == "blanked":  # Megatron has no place for blanked tokens, so this is refused undisturbed
-        commands = tuple(command for command in commands if command != "export megatron")
+    if stage == "blanked":
+        commands = tuple(command for command in commands if command not in _REFUSED_BLANKED)
     for name in dict.fromkeys(names):
         is_file = (data / name).is_file()
         kinds = {**_OTHER_KINDS, **(_CHANGED_FILES if is_file else {})}
@@ -581,21 +583,26 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
     ``num_faults``: with a small number, each attack meets one command, and only some are tried.
     """
     is_quick = num_faults <= _QUICK_FAULTS
+    runs: list[tuple[SmallDataSet, Attack, str]] = []
     for data_set in data_sets:
         data_set.place.parent.chmod(0o755)  # other users reach the workplace
         _add_all_files(data_set, is_quick=is_quick)
         attacks = [*_replacements(data_set, "full"), *_outputs(), *_forgeries(data_set)]
         if not is_quick:
             attacks += _replacements(data_set, "blanked")
-        runs = list(_runs(attacks, num_faults))
+        chosen = list(_runs(attacks, num_faults))
         if data_set.form == "best_fit":  # its rows have documents in any order
-            runs = [run for run in runs if run[1] != "peek at place"]
+            chosen = [run for run in chosen if run[1] != "peek at place"]
         if is_quick:
-            fast = [run for run in runs if run[1] not in _SLOW and "again" not in run[1]]
+            fast = [run for run in chosen if run[1] not in _SLOW and "again" not in run[1]]
             fast = [run for run in fast if not _LARGE.match(run[0].words)]
-            runs = fast[:: max(1, len(fast) // _QUICK_RUNS)]
-        for number, (attack, command) in enumerate(runs):
-            yield _attacked(data_set, attack, command, user=_user_of(number, command))
+            chosen = fast[:: max(1, len(fast) // _QUICK_RUNS)]
+        runs += [(data_set, attack, command) for attack, command in chosen]
+    if not is_quick:  # in a random order, so that a campaign that is stopped has tried some of each kind
+        random.Random(0).shuffle(runs)
+        print(f"hostile_sets: {len(runs):,} runs", file=sys.stderr)
+    for number, (data_set, attack, command) in enumerate(runs):
+        yield _attacked(data_set, attack, command, user=_user_of(number, command))
 
 
 def _user_of(number: int, command: str) -> str:

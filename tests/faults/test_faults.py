@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.children import run_child
 from tests.faults.os_calls import preloading_environ
+from tests.faults.recorded import recorded
 
 pytestmark = [
     pytest.mark.long,
@@ -44,12 +48,13 @@ Outcomes = dict[str, list[dict[str, Any]]]
 def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """The outcomes by campaign. One process runs all, because making the data sets takes 8 s of CPU time."""
     folder = tmp_path_factory.mktemp("faults")
-    path = folder / "outcomes.json"
+    path = folder / "outcomes.jsonl"
     # With this environment it need not start itself anew, which would take all imports a second time.
     environ = preloading_environ(folder)
     run_child([sys.executable, "-m", "tests.faults", "--quick", "--json", str(path)], code=None, env=environ)
     found: Outcomes = {}
-    for outcome in json.loads(path.read_bytes()):
+    for line in path.read_bytes().splitlines():
+        outcome = json.loads(line)
         found.setdefault(outcome["campaign"], []).append(outcome)
     return found
 
@@ -71,6 +76,24 @@ def test_the_power_loss_campaign_notices_a_missing_fsync(of_campaign: Outcomes) 
     tried = [each for each in of_campaign["power_loss"] if each["fault"].endswith("without fsync")]
     noticed = sorted(each["command"] for each in tried if each["kind"] == "equal")
     assert noticed == ["plan"] * 3 + ["shard"] * 3 + ["verify"] * 3
+
+
+@dataclass(frozen=True)
+class Result:
+    """An outcome of a campaign that takes no time."""
+
+    kind: str
+
+
+def test_a_campaign_that_is_stopped_has_its_outcomes_until_then(tmp_path: Path) -> None:
+    first = Result(kind="equal")
+
+    def stopped() -> Iterator[Result]:
+        yield first
+        raise KeyboardInterrupt
+
+    assert recorded(stopped(), tmp_path / "outcomes") == ([first], False)
+    assert json.loads((tmp_path / "outcomes").read_bytes()) == asdict(first)
 
 
 ENDINGS = {

@@ -53,7 +53,7 @@ _OF_IDS = ("peek at id",)
 # They start processes, which takes seconds.
 _SLOW = ("run", "blank", "blank by id", "verify --deep")
 _WRITERS = ("shard again", "run again")
-_REFUSED_BLANKED = ("blank", *EXPORTS)  # undisturbed; nothing is left to blank, and no other tool knows blanks
+_REFUSED_BLANKED = ("blank", *EXPORTS)  # undisturbed: all is blanked, and no other tool knows blanked ids
 _OTHER_DATA = ("load", "peek", "export", "overlap")  # commands that compare no hashes of tars, or of lists
 
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,11 +104,15 @@ class OsCalls:
 def preload(folder: Path, argv: list[str]) -> None:
     """Run ``python argv`` with os_calls.c, compiled into ``folder``, and exit with its exit code.
 
-    Returns at once in a process that has been started like this.
+    SIGTERM is passed on, as a terminal does with Ctrl-C. Returns at once in a process that has been started
+    like this.
     """
     if _VARIABLE not in os.environ:
         environ = preloading_environ(folder)
-        sys.exit(subprocess.run([sys.executable, *argv], env=environ, check=False).returncode)
+        with subprocess.Popen([sys.executable, *argv], env=environ) as child:
+            signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+            signal.signal(signal.SIGINT, lambda *_: None)
+            sys.exit(child.wait())
 
 
 def preloading_environ(folder: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from loader.batch.fields import Boundary
 from loader.options import LoaderOptions, Padding
 from loader.order.mixture import Run
 from loader.order.planned import Sizes, Weights, WeightsIn, choose_sizes, make_run
+from loader.other_loaders import ARGUMENTS
 from loader.ranks import find_process_rank
 from loader.read.finding import InputShards, find_sources
 from loader.read.samples import Samples, facts_of, make_samples
@@ -25,7 +26,6 @@ from loader.read.shards import ShardSet, SplitName
 from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
-from shardprep.meanings import ARGUMENTS
 
 logger = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -1,6 +1,7 @@
 """The DataLoader of a rank: epochs, steps, positions, states.
 
 The file is one class, as all of these are answers about the same position, which only the loader may move.
+From top to bottom: its parts, answers about the position, states, moves to another epoch, the loop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.accelerate_calls import batch_size_of_accelerate, warn_of_accumulation
 from loader.batch.batches import Batch, LoaderMetrics, StepBatches
 from loader.batch.stream import BatchStream
+from loader.description import describe
+from loader.newest_step import NewestStep
 from loader.order.checks import whole_number
 from loader.order.forecast import Forecast, RunForecast
 from loader.order.mixture import Position, Run
@@ -25,7 +28,6 @@ from loader.order.order import share
 from loader.order.resume import Resumed, resume_run, run_as_saved
 from loader.order.state import MAX_EPOCH, Skips, is_same_run, state_of
 from loader.ranks import ProcessRank, check_process_rank
-from loader.read.chunks import IGNORED
 from loader.read.reading import ShardReader
 from loader.read.samples import Samples
 from loader.read.shards import Origin
@@ -33,15 +35,6 @@ from loader.read.tokenizer import LoaderTokenizer
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Step:
-    """This rank's part of the newest global batch."""
-
-    num_batches: int
-    labels: list[torch.Tensor | None]  # of each batch; None: a collate_fn gave none
-    labels_per_rank: torch.Tensor | None = None  # computed by the first call
 
 
 @dataclass(kw_only=True)
@@ -122,10 +115,9 @@ class TokenLoader(DataLoader[Batch]):
         self._worker_options = workers
         self._layout = {"world_size": process_rank.world_size, "batch_size": batch_size}
         self._newest_iterator_id = 0  # older iterators may not be used
-        self._is_inside_loop = (
-            False  # the newest iterator has delivered a batch, but not the last of its epoch
-        )
-        self._step = _Step(run.batches_in_step(0), [])
+        # Whether the newest iterator has delivered a batch, but not the last one of its epoch.
+        self._is_inside_loop = False
+        self._step = NewestStep(run.batches_in_step(0), [])
         self.run = run
         self._stream = self._new_stream(self.metrics, self.num_workers)
 
@@ -140,15 +132,18 @@ class TokenLoader(DataLoader[Batch]):
 
     def __len__(self) -> int:
         """Return each rank's number of batches in the next epoch. A resumed one has ``first_batch`` fewer."""
-        return self.run.ticks_in(self.run.epoch_of(self._next_position.step)) * self.run.batches_per_tick
+        epoch = self.run.epoch_of(self._next_position.step)
+        return self.run.ticks_in(epoch) * self.run.batches_per_tick
 
     @property
     def _next_position(self) -> Position:
         """Return the position at which the next ``iter()`` starts. A validation loader restarts its epoch."""
-        at = self.progress.delivered
+        delivered = self.progress.delivered
         run = self.run
-        restarts = run.is_validation and not self.progress.is_loaded
-        return Position(run.first_step(run.epoch_of(at.step))) if restarts else at
+        if run.is_validation and not self.progress.is_loaded:
+            epoch = run.epoch_of(delivered.step)
+            return Position(run.first_step(epoch))
+        return delivered
 
     @property
     def tokenizer(self) -> Any:
@@ -163,9 +158,8 @@ class TokenLoader(DataLoader[Batch]):
         """Return the user's function, or a DataCollatorForLanguageModeling that makes the same batches."""
         if self.step_batches.collate_fn is not None:
             return self.step_batches.collate_fn
-        from loader.batch.collator import (
-            CausalLMCollator,  # imports transformers, which the loader does not need
-        )
+        # It imports transformers, which the loader does not need.
+        from loader.batch.collator import CausalLMCollator
 
         multiple = self.step_batches.padded.pad_to_multiple_of
         width = self.step_batches.padded.pad_to_length
@@ -199,26 +193,12 @@ class TokenLoader(DataLoader[Batch]):
         supported by the backend of ``group``, which defaults to all processes. Raises UsageError without
         labels, or for several ranks without a process group.
         """
-        step = self._step
-        if step.labels_per_rank is not None:
-            return step.labels_per_rank
-        labels = [each for each in step.labels if each is not None]
-        if not labels or len(labels) < len(step.labels):
-            raise UsageError(found="labels_per_rank without a batch", expected="a newest batch with labels")
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        world_size = self.process_rank.world_size
-        if world_size > 1 and not is_distributed:
-            found = f"labels_per_rank on {world_size} ranks without a process group"
-            raise UsageError(found=found, expected="torch.distributed.init_process_group before it")
-        first = 0 if self.step_batches.shifts_targets else 1  # a model that shifts labels ignores the first
-        counts = [(each[:, first:] != IGNORED).sum() for each in labels]
-        num_labels = torch.stack(counts).sum().to(device)
-        num_ranks = 1
-        if is_distributed:
-            torch.distributed.all_reduce(num_labels, group=group)
-            num_ranks = torch.distributed.get_world_size(group)
-        step.labels_per_rank = num_labels / num_ranks
-        return step.labels_per_rank
+        return self._step.labels_per_rank(
+            device,
+            group,
+            world_size=self.process_rank.world_size,
+            shifts_targets=self.step_batches.shifts_targets,
+        )
 
     @property
     def ends_step(self) -> bool:
@@ -240,49 +220,9 @@ class TokenLoader(DataLoader[Batch]):
 
     def describe(self) -> str:
         """Return a text with the sources, their shares and fingerprints, the order and all stages."""
-        run = self.run
         now = self.progress.delivered
-        epochs = run.source_epochs(now)
-        weights = run.stages_from(now.step)[0].weights
-        names = [source.name for source in run.sources]
-        samples_of = {name: self.samples[name] for name in names if name in self.samples}
-        tokens = {name: weights.get(name, 0) * samples.mean_tokens for name, samples in samples_of.items()}
-        max_length = run.settings["max_length"]
-        sample = f"a document, of at most {max_length} tokens" if max_length else "a document of any length"
-        if run.row_tokens:
-            fields = ", ".join(self.step_batches.boundaries)
-            attention = f"boundaries {fields}" if fields else "attention crosses documents (no boundaries)"
-            sample = f"a row of {run.row_tokens} tokens; {attention}"
-        order = f"shuffled with seed {run.seed}" if run.order.shuffle else "that of the shards, not shuffled"
-        if run.order.group > 1:
-            order += f", samples of similar length in groups of {run.order.group}"
-        num_left_out = sum(source.order.num_left_out for source in run.sources)
-        num_steps = run.steps_in(run.epoch_of(now.step))
-        left_out = "no samples left out"
-        if num_left_out:
-            left_out = f"{num_left_out:,} samples left out, different ones each epoch"
-        lines = [
-            f"{self!r}, at step {now.step}",
-            f"sample: {sample}",
-            f"order: {order}",
-            f"epoch: {num_steps:,} steps, {left_out}",
-        ]
-        for source in run.sources:
-            name = source.name
-            share_text = "dropped"
-            num_tokens = ""
-            if name in samples_of:
-                token_share = tokens[name] / (sum(tokens.values()) or 1)
-                share_text = f"{weights.get(name, 0):.1%} of samples, {token_share:.1%} of tokens"
-                num_tokens = f" of about {samples_of[name].mean_tokens:.3g} tokens"
-            lines.append(
-                f"source {name}: {share_text}; {epochs[name]:.2f} epochs so far; "
-                f"{source.order.num_samples:,} samples{num_tokens}, data {source.data}"
-            )
-        amended = {stage.step for stage in run.stages if stage.is_amended}
-        lines += [f"{stage}{', amended' if stage.step in amended else ''}" for stage in run.stages_from(0)]
-        lines += sorted({samples.shards.split_text for samples in samples_of.values()} - {""})
-        return "\n  ".join(lines)
+        headline = f"{self!r}, at step {now.step}"
+        return describe(headline, self.run, now, self.samples, self.step_batches.boundaries)
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -435,7 +375,7 @@ class TokenLoader(DataLoader[Batch]):
             self.run = run
             self._stream = self._new_stream(self.metrics, self.num_workers)
         self._move_to(position, skips=resumed.skips, is_loaded=True)
-        self._step = _Step(self.run.batches_in_step(position.step), [])
+        self._step = NewestStep(self.run.batches_in_step(position.step), [])
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` yield this epoch. Call it on all ranks.
@@ -551,7 +491,7 @@ class TokenLoader(DataLoader[Batch]):
                 num_batches = position.num_micro + len(batches)  # a resumed step yields its rest
                 # A collate_fn may return any type, with or without labels.
                 labels = [batch.get("labels") if hasattr(batch, "get") else None for batch, _ in batches]
-                self._step = _Step(num_batches, labels)
+                self._step = NewestStep(num_batches, labels)
                 while batches:  # pop, so that a delivered batch is released
                     batch, counts = batches.pop(0)
                     position = progress.delivered = position.after(num_batches)

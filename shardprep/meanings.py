@@ -1,7 +1,7 @@
-"""What people type who know other tools, and what of ours it means: flags, commands, arguments of the loader.
+"""What people type on the command line who know other tools, and what of ours it means.
 
 A hint is chosen by meaning, not by letters: ``--tokenizer`` means ``--model_id``, not ``--token_format``.
-Nothing else depends on this module. It is long because it is one table.
+Nothing else depends on this module. It is long because it is one table, of flags; that of commands is short.
 """
 
 from __future__ import annotations
@@ -559,6 +559,7 @@ FLAGS = (
     ),
 )
 
+# Of ours -> what others call them.
 COMMANDS = {
     "plan": "init prepare configure create new setup start dry_run cost estimate",
     "run": "make build process preprocess tokenize encode execute work convert_data generate go",
@@ -581,25 +582,6 @@ COMMANDS = {
     "lustre": "stripe lfs setstripe layout restore",
     "doctor": "diagnose env environment check_env health",
     "--version": "version",
-}
-
-# Of get_llama3_dataloader.
-ARGUMENTS = {
-    "batch_size_schedule": "global_batch_size= takes sizes by step, too: [(0, 256), (1000, 512)]",
-    "weights_schedule": "weights= takes weights by step, too: [(0, {...}), (1000, {...})]",
-    "drop_last": "each epoch ends with the last whole global batch; what is left out is counted",
-    "sampler": "it orders its samples itself: shuffle=, seed=, weights=",
-    "sample_fields": "collate_fn gets only input_ids; boundaries= marks where documents begin",
-    "long_documents": "max_length= cuts documents, and loader.metrics.num_cut_tokens counts what is cut off",
-    "multiprocessing_context": "call torch.multiprocessing.set_start_method before the first batch",
-    "device_mesh": 'pass rank=mesh["dp"].get_local_rank() and world_size=mesh["dp"].size()',
-    "process_group": "pass rank=dist.get_rank(group) and world_size=dist.get_world_size(group)",
-    "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
-    "exclude_shards": "name the shards to read, as a list or a pattern",
-    "validation_fraction": "plan the data with --validation_fraction; split= then names a side",
-    "staged_dir": "shardprep stage DATA --to DIR makes a data set: load DIR",
-    "seq_len_schedule": "use a loader with a short seq_len= for the first steps, then one with the long one",
-    "max_padded_tokens": "max_length= limits the width of a batch, and batch_size= its rows",
 }
 
 

@@ -36,7 +36,7 @@ from loader import (
     set_up_training,
 )
 from loader.__main__ import main as show
-from shardprep.meanings import ARGUMENTS
+from loader.other_loaders import ARGUMENTS
 from tests import loader_reference
 from tests.forged import rewrite_json
 from tests.oracle.forms import SEQ_LEN, DataSets

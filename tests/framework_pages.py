@@ -36,7 +36,13 @@ NEEDS = {  # a page or a section of docs/training_frameworks.md -> what it needs
     "own_loop": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning",
     "fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed",
 }  # fmt: skip
-SECTIONS = {"accelerate": "Accelerate", "lightning": "Lightning", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+SECTIONS = {
+    "trainer": "Trainer",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed",
+}
 GLOBAL_BATCH = 8
 STEPS = 107 // GLOBAL_BATCH  # per epoch of 107 samples
 STOP, LATER, END = 7, STEPS + 2, STEPS + 9  # the first is in epoch 0, the others in epoch 1

@@ -27,8 +27,7 @@ OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
     "training_own_loop.md": {3, 4, 5},  # tests/ranks.py
     # tests/loader/test_frameworks.py, where the frameworks are installed
-    "training_others.md": {0}, "training_trainer.md": {2},
-    "training_frameworks.md": {0, 1, 2, 3, 4},
+    "training_frameworks.md": {2, 3, 4, 5, 6, 7, 8},
     "seeing.md": {0},  # tests/project/test_wheel.py
     "cluster.md": {0},
     "format.md": {0},  # plain webdataset; tests/format/
@@ -84,7 +83,7 @@ def names_for(page: str) -> dict[str, Any]:
     """Return the names that a page expects the reader's script to define."""
     quick = page in ("README.md", "training.md", "training_own_loop.md")
     model = QuickModel() if quick else AutoModelForCausalLM.from_pretrained("MODEL")
-    data = "sources/web" if page == "training_speed.md" else "DATA"
+    data = "sources/web" if page == "training_checks.md" else "DATA"
     names = {"DATA": data, "CHECKPOINT": f"checkpoints of {page}", "num_steps": 2, "device": "cpu", "rank": 0}
     names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     return {**names, "more_arguments": {"use_cpu": True, "report_to": [], "disable_tqdm": True}}

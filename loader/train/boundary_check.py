@@ -1,4 +1,4 @@
-"""Whether a model keeps attention inside the documents of packed rows (docs/training_attention.md).
+"""Whether a model keeps attention inside the documents of packed rows (docs/training_checks.md).
 
 In transformers a 2-D ``attention_mask`` or a cache makes a model ignore ``position_ids``.
 """

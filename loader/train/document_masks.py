@@ -58,7 +58,7 @@ def _mask_function(batch: Mapping[str, torch.Tensor], window: int | None) -> Cal
 def mask_documents(model: Any) -> RemovableHandle:
     """Add the masks of packed rows to the calls of a transformers model that does not make them itself.
 
-    Call it once before training, for the families that docs/training_attention.md lists (gpt_oss, opt ...):
+    Call it once before training, for the families that docs/training_checks.md lists (gpt_oss, opt ...):
 
         mask_documents(model)
         loss = model(**batch).loss  # a batch with boundaries="transformers"

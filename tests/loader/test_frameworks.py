@@ -75,11 +75,11 @@ def test_wrapped_models_are_checked_with_one_verdict_on_all_ranks(seen: Seen) ->
 
 
 def shard_loaders(data: Path, world: int, rows: int) -> list[Any]:
-    """Build the dataloader of docs/training_others.md for each rank, as torchtitan's trainer does."""
+    """Build the dataloader of docs/training_frameworks.md for each rank, as torchtitan's trainer does."""
     base = pytest.importorskip("torchtitan.components.dataloader").BaseDataLoader
-    (code,) = (text for text in examples_of("training_others.md") if "BaseDataLoader" in text)
-    names: dict[str, Any] = {"__name__": "training_others"}
-    exec(compile(code, "docs/training_others.md", "exec", dont_inherit=True), names)
+    (code,) = (text for text in examples_of("training_frameworks.md") if "BaseDataLoader" in text)
+    names: dict[str, Any] = {"__name__": "training_frameworks"}
+    exec(compile(code, "docs/training_frameworks.md", "exec", dont_inherit=True), names)
     config: Any = names["ShardLoader"].Config(dataset_path=str(data), global_batch_size=rows, num_workers=0)
     runtime = {"tokenizer": None, "seq_len": SEQ_LEN - 1, "snapshot_every_n_steps": None}
     built = [
@@ -116,7 +116,7 @@ def test_torchtitans_checkpoints_resume_on_another_number_of_ranks(sets: DataSet
 
 def test_trl_trains_on_the_conversations_of_a_loader(sets: DataSets, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    (example,) = (code for code in examples_of("training_trainer.md") if "SFTTrainer" in code)
+    (example,) = (code for code in examples_of("training_frameworks.md") if "SFTTrainer" in code)
     trained: list[Any] = []
     llama = small_model("llama", "sdpa")
     llama.resize_token_embeddings(400)
@@ -124,7 +124,7 @@ def test_trl_trains_on_the_conversations_of_a_loader(sets: DataSets, tmp_path: P
     more = {"use_cpu": True, "report_to": [], "bf16": False, "save_strategy": "no", "disable_tqdm": True}
     names: dict[str, Any] = {"DATA": str(sets["chat"]), "CHECKPOINT": str(tmp_path / "out"), "num_steps": 2}
     names |= {"model": llama, "more_arguments": more}
-    exec(compile(example, "docs/training_trainer.md", "exec"), names)
+    exec(compile(example, "docs/training_frameworks.md", "exec"), names)
     in_steps = [fields for fields in trained if fields.get("labels") is not None]
     assert len(in_steps) == 2
     assert all((fields["labels"] == -100).any() for fields in in_steps)

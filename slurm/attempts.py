@@ -14,8 +14,9 @@ from slurm.causes import (
     cause_of_job,
     cause_of_record,
 )
-from slurm.queue import PLAIN, Job, Queue, StateName
+from slurm.queue import PLAIN, Queue
 from slurm.request import JobRequest, request_of
+from slurm.squeue import Job, StateName
 
 _PRECEDENCE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # if attempts differ
 

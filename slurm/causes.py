@@ -6,16 +6,13 @@ know it: memory, time limit, node failure, preemption. The log keeps it after sq
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
-from shardprep.errors import ShardprepError
-from shardprep.files import ReadFile
 from shardprep.format.attempts import AttemptRecord
-from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 from slurm.commands import seconds_of
-from slurm.queue import LOG_NOT_OPENED, Job
+from slurm.log_ends import log_tail
+from slurm.squeue import LOG_NOT_OPENED, Job
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 TIMEOUT = "TIMEOUT"
@@ -33,7 +30,6 @@ NO_LOG = "its log could not be opened"
 SRUN_FAILED = "srun failed"
 STOPPED = "stopped by a signal (75)"
 STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
-
 _CAUSE_OF_CODE = {
     0: NO_MANIFEST,
     2: SETUP,
@@ -81,9 +77,6 @@ _REMEDIES = {
     NO_LOG: "check permissions and quota of the folder of its log; then retry",
 }
 _WARNED_S = 900  # a USR1 in the last 15 min before the time limit is the warning of sbatch --signal
-_TAIL_BYTES = 16 << 10
-_NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
-_BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
 
 
 def remedy_of(cause: str) -> str:
@@ -158,38 +151,3 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
         if re.search(words, log, re.MULTILINE):
             return cause
     return ""
-
-
-@functools.lru_cache(maxsize=1)
-def _folder_of_logs(path: str) -> DataFolder:
-    """Return the folder of a data set, opened once for thousands of logs."""
-    return DataFolder(path)
-
-
-def _open_log(path: Path) -> ReadFile:
-    """Open a log, in the folder of a data set never through a link: others may write there."""
-    folder, _, name = str(path).rpartition(f"/{LOGS_FOLDER}/")
-    if folder and "/" not in name:
-        return _folder_of_logs(folder).open(f"{LOGS_FOLDER}/{name}")
-    return ReadFile(path)
-
-
-def log_tail(path: Path, num_later: int = 0) -> str:
-    """Return the end of a log before the last ``num_later`` starts of its task, or ""."""
-    try:
-        with _open_log(path) as file:
-            start = max(file.num_bytes - _TAIL_BYTES, 0)
-            raw = file.read_beginning(start, _TAIL_BYTES)
-    except (OSError, ValueError, ShardprepError):  # ValueError: a NUL in the name
-        return ""
-    parts = _BEGINS.split(raw.decode("utf-8", "replace"))
-    return parts[-1 - num_later] if num_later < len(parts) else ""
-
-
-def last_lines(log: str, number: int = 3) -> list[str]:
-    """Return the last informative lines of a log. Lines of srun are left out unless it failed."""
-    lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
-    lines = [line for line in lines if not _NOISE.match(line)]
-    if "srun failed" not in log:
-        lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))] or lines
-    return lines[-number:]

@@ -21,20 +21,15 @@ from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.processes import run_shardprep, shardprep_command
 from slurm.causes import remedy_of
 from slurm.commands import SlurmFull, ask_patiently
-from slurm.fit import (
-    CONTROLLER_JOB,
-    Site,
-    Tester,
-    controller_request,
-    options_of,
-    request_of_small_jobs,
-)
+from slurm.fit import controller_request, request_of_small_jobs
+from slurm.job_names import CONTROL, job_name_prefix
 from slurm.limits import Limits
 from slurm.own import own_records, why_not_retried
-from slurm.queue import CONTROL, job_name_prefix
+from slurm.refusals import CONTROLLER_JOB, Tester, options_of
 from slurm.request import JobRequest, SendOptions
 from slurm.sbatch import show_job, submit_script
 from slurm.scripts import script_head
+from slurm.site import Site
 from slurm.state import DatasetState
 
 CONTROLLER_TEXT = "sends failed shards again until the data set is verified (--until_done)"

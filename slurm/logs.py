@@ -9,7 +9,8 @@ from shardprep.console import counted, print_lines
 from shardprep.errors import NotFound
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import need_plan
-from slurm.causes import last_lines, log_tail, remedy_of
+from slurm.causes import remedy_of
+from slurm.log_ends import last_lines, log_tail
 from slurm.state import find_state
 
 

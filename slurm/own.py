@@ -14,8 +14,8 @@ from shardprep.format.attempts import AttemptRecord
 from shardprep.format.jobs import Submission, user_name
 from slurm.attempts import Attempt, Shard
 from slurm.causes import BAD_INPUT
-from slurm.queue import Job
 from slurm.request import JobRequest, request_of
+from slurm.squeue import Job
 from slurm.state import DatasetState
 
 _MAX_ATTEMPTS = 3  # that fail in the same way

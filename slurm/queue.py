@@ -1,7 +1,6 @@
-"""The jobs of a data set, as squeue shows them.
+"""Which jobs in the queue belong to a data set.
 
-squeue is asked for the jobs of a user, because slurmctld answers a list of ids with its whole job table. A
-job belongs to a submission if its id, user and submit time are in the record: a controller that lost its
+A job belongs to a submission if its id, user and submit time are in the record: a controller that lost its
 state gives old ids to other jobs. A requeued job has a later submit time, and must have the same name;
 otherwise a user may have renamed it. Jobs of plain ``sbatch slurm/prep_array.sh DATA`` are known from the
 records of their tasks, once one has begun. The absence of a job proves nothing if jobs may be hidden.
@@ -18,163 +17,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from time import sleep
-from typing import Any, Literal
 
 from shardprep.format import attempts, commands
 from shardprep.format import jobs as job_files
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import Submission, user_name
-from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slurm_answer
+from slurm.commands import read_config
+from slurm.job_names import CONTROL, JOB_NAME, OUR_NAME, job_name_prefix
+from slurm.squeue import TIME_FORMAT, Job, jobs_of_user, jobs_of_user_for_certain
 
-StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
-JOB_NAME = "shardprep"
-# Suffixes of the names of such jobs.
-VERIFY = "-verify"
-CONTROL = "-control"
-_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
-_WAITING |= {"RESV_DEL_HOLD"}
-# All other states count as running: a new state of a later Slurm must not cause shards to be sent twice.
-_ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
-_ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
-_TIME = "%Y-%m-%dT%H:%M:%S"
-_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
-LOG_NOT_OPENED = 128 + 53  # a task whose log could not be opened; Slurm reports "signal" 53
-_NAME = re.compile(rf"{JOB_NAME}-[0-9a-f]{{12}}-[0-9a-f.]+-\d+({VERIFY}|{CONTROL})?")  # of our jobs
 PLAIN = -1  # in place of a submission's number, for plain sbatch: index N makes shard N
 _CLOCKS_DIFFER_S = 600
 _USER = re.compile(r"[\w.@$+\\-]{1,256}")
 _MAX_OTHER_USERS = 20
-ASK_AGAIN_S = 0.5  # after an empty answer
-
-
-def job_name_prefix(folder: Path, plan_id: str) -> str:
-    """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
-    return f"{JOB_NAME}-{plan_id[:12]}-{attempts.folder_identity(DataFolder(folder))}-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job, or the last start of an array's task, as squeue shows it."""
-
-    job_id: str
-    index: int  # 0 for a job that is not an array
-    name: str
-    user: str
-    submit_time: str  # by the controller's clock, in UTC: 2026-11-22T01:52:04
-    state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
-    num_restarts: int = 0
-    reason: str = ""
-    start_time: str = ""  # local; while the job waits, when the scheduler expects it to start, or ""
-    exit_code: int = 0
-    node: str = ""
-    elapsed_s: int = 0
-    time_limit: str = ""  # as Slurm writes it, such as 1:00:00; "" without a limit
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Return job and index, as a record names the task."""
-        return self.job_id, self.index
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.state in _WAITING
-
-    @property
-    def waits_for(self) -> str:
-        """Return Slurm's reason for waiting, or "suspended", or ""."""
-        other = "suspended" if self.state in _SUSPENDED else ""
-        return self.reason if self.is_waiting else other
-
-    @property
-    def is_live(self) -> bool:
-        """Return whether it waits, runs or is suspended."""
-        return self.state not in _ENDED
-
-    @property
-    def state_of_shards(self) -> StateName:
-        if self.is_waiting:
-            return "pending"
-        return "running" if self.is_live else "failed"
-
-
-def _exit_code(text: str) -> int:
-    """Parse ``65:0`` (squeue from 23.02 on) or the wait status ``16640`` into a shell's exit code."""
-    match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
-    if not match:
-        raise ValueError(f"exit code {text[:40]!r}")
-    code = int(match[1] or 0)
-    killed_by = int(match[2] or 0)
-    if match[2] is None:
-        killed_by = code & 0x7F
-        code >>= 8
-    if killed_by == LOG_NOT_OPENED - 128:
-        return LOG_NOT_OPENED
-    if code or not killed_by:
-        return code
-    return 128 + killed_by
-
-
-def _local_time(text: str) -> str:
-    """Convert a time of Slurm in UTC, ``2026-11-22T01:52:04``, to the local time zone, or return ""."""
-    try:
-        return datetime.strptime(f"{text}+0000", f"{_TIME}%z").astimezone().strftime(_TIME)
-    except ValueError:
-        return ""
-
-
-# Field of squeue --Format -> field of Job.
-_FIELDS = {
-    "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
-    "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
-    "SubmitTime": "submit_time", "StartTime": "start_time", "TimeLimit": "time_limit",
-    "RestartCnt": "num_restarts", "Name": "name",
-}  # fmt: skip
-
-
-def parse_queue(text: str) -> list[Job]:
-    """Parse squeue's lines into jobs, one for each waiting task. Raises ValueError."""
-    jobs = []
-    for line in text.splitlines():
-        values = line.split("|", len(_FIELDS))
-        if len(values) <= len(_FIELDS):
-            raise ValueError(f"{len(values) - 1} of {len(_FIELDS)} fields in {line[:200]!r}")
-        facts: dict[str, Any] = dict(zip(_FIELDS.values(), values, strict=False))
-        del facts[""]
-        if not re.fullmatch(r"[0-9]{1,10}", facts["job_id"]):
-            raise ValueError(f"job id {facts['job_id'][:40]!r}")
-        facts["state"] = facts["state"].split(" ")[0]  # CANCELLED by 0
-        facts["num_restarts"] = int(facts["num_restarts"])
-        facts["start_time"] = _local_time(facts["start_time"])
-        facts["exit_code"] = _exit_code(facts["exit_code"])
-        facts["elapsed_s"] = seconds_of(facts["elapsed_s"]) or 0
-        facts["time_limit"] = facts["time_limit"] if seconds_of(facts["time_limit"]) else ""
-        facts["node"] = "" if facts["node"].startswith("None") else facts["node"]
-        jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
-    return jobs
-
-
-def _indices(text: str) -> list[int]:
-    """Parse ``[3-5,9%2]`` into [3, 4, 5, 9]. A job that is not an array gives [0]."""
-    if text in ("", "N/A"):
-        return [0]
-    parts = text.strip("[]").partition("%")[0].split(",")
-    own = [each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)]  # longer: not ours
-    return ids_of_ranges(",".join(own), end=MAX_SHARDS + 1) if own else []
-
-
-def jobs_of_user(user: str) -> list[Job]:
-    """Return a user's jobs as squeue shows them. Raises SlurmAway, also if squeue refuses to answer."""
-    layout = ",".join(f"{name}:|" for name in _FIELDS)
-    command = ("squeue", "--noheader", f"--user={user}", "--states=all", "--Format", layout)
-    try:
-        return slurm_answer(parse_queue, *command)
-    except SlurmRefused as error:
-        if "Invalid user" in str(error):  # the user's account was deleted
-            return []
-        raise SlurmAway(found=error.found) from None
 
 
 @dataclass(kw_only=True)
@@ -217,7 +73,7 @@ def find_queue(
     shown: list[Job] = []
     for user in asked:
         has_running = user == me and any(each.user == me for each in open_records)
-        shown += _jobs_of_user_for_certain(user) if has_running else jobs_of_user(user)
+        shown += jobs_of_user_for_certain(user) if has_running else jobs_of_user(user)
     if not config and (submissions or copied or users - {me}):
         config = read_config()
 
@@ -253,18 +109,6 @@ def _plain_records(
         if each.job_id not in submitted:
             records[each.key] = each
     return records
-
-
-def _jobs_of_user_for_certain(user: str) -> list[Job]:
-    """Return the jobs of a user whose tasks should be running.
-
-    A busy slurmctld may answer with nothing for a moment, so an empty answer is asked for once more.
-    """
-    jobs = jobs_of_user(user)
-    if jobs:
-        return jobs
-    sleep(ASK_AGAIN_S)
-    return jobs_of_user(user)
 
 
 def _add_plain_tasks(
@@ -354,7 +198,7 @@ def _is_sent_as(job: Job, sent: job_files.SentJob) -> bool:
     is_same_time = job.submit_time == sent.submit_time
     is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
     # A user may have renamed the job, but not to a name of another submission.
-    is_renamed = is_same_time and not _NAME.fullmatch(job.name)
+    is_renamed = is_same_time and not OUR_NAME.fullmatch(job.name)
     return (job.name == sent.name and (is_same_time or is_later)) or is_renamed
 
 
@@ -370,4 +214,4 @@ def _is_start_of(record: AttemptRecord, job: Job, me: str) -> bool:
 
 def _latest_submit_time(began: float) -> str:
     """Return the latest time, as Slurm writes it, at which a job that began then was submitted."""
-    return datetime.fromtimestamp(began + _CLOCKS_DIFFER_S, timezone.utc).strftime(_TIME)
+    return datetime.fromtimestamp(began + _CLOCKS_DIFFER_S, timezone.utc).strftime(TIME_FORMAT)

@@ -22,10 +22,11 @@ from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.checks import check_folder, check_queue
 from slurm.commands import REQUEST_VARIABLES, ask_patiently, minutes_of
 from slurm.controller import finish, submit_controller, why_not_verified
-from slurm.fit import NUM_PROC, Site, more_memory, more_time
+from slurm.fit import NUM_PROC, more_memory, more_time
 from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
 from slurm.request import MEMORY_FIELDS, JobRequest, SendOptions, request_of, with_variables
 from slurm.send import Group, send_groups
+from slurm.site import Site
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
 

@@ -19,7 +19,8 @@ from shardprep.format import attempts
 from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 from shardprep.format.names import id_ranges
 from slurm.commands import REQUEST_VARIABLES
-from slurm.fit import NUM_PROC, TASKS, VERIFY_JOB, options_of
+from slurm.fit import NUM_PROC
+from slurm.refusals import TASKS, VERIFY_JOB, options_of
 from slurm.request import JobRequest
 
 

@@ -29,23 +29,15 @@ from shardprep.format.jobs import JobArray, SentJob, Submission
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, run_slurm
 from slurm.controller import CONTROLLER_TEXT, controller_job, other_controllers, record_controller
-from slurm.fit import (
-    CONTROLLER_JOB,
-    TASKS,
-    VERIFY_JOB,
-    Site,
-    Tester,
-    check_nodes,
-    check_request,
-    request_of_small_jobs,
-    verify_request,
-)
+from slurm.fit import request_of_small_jobs, verify_request
+from slurm.job_names import VERIFY, job_name_prefix
 from slurm.limits import Limits
 from slurm.nodes import node_hours, nodes_note, on_whole_nodes
-from slurm.queue import VERIFY, job_name_prefix
+from slurm.refusals import CONTROLLER_JOB, TASKS, VERIFY_JOB, Tester, check_nodes, check_request
 from slurm.request import JobRequest, SendOptions, request_of
 from slurm.sbatch import SubmittedJob, show_job, submit_script
 from slurm.scripts import array_script, tasks_of_shards, verify_script
+from slurm.site import Site
 from slurm.state import DatasetState
 from slurm.status import wait_for_jobs
 

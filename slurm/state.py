@@ -34,8 +34,9 @@ from slurm.causes import (
     is_unexplained,
 )
 from slurm.commands import SlurmAway
-from slurm.queue import ASK_AGAIN_S, Queue, StateName, find_queue
+from slurm.queue import Queue, find_queue
 from slurm.request import request_of
+from slurm.squeue import ASK_AGAIN_S, StateName
 
 
 @dataclass(frozen=True, kw_only=True)

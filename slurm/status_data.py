@@ -20,10 +20,11 @@ from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import Manifest, sum_of_sources
 from shardprep.format.names import id_ranges
 from slurm.attempts import Shard
-from slurm.causes import BAD_INPUT, NODE_FAIL, VANISHED, cause_of_record, last_lines, log_tail, remedy_of
+from slurm.causes import BAD_INPUT, NODE_FAIL, VANISHED, cause_of_record, remedy_of
+from slurm.log_ends import last_lines, log_tail
 from slurm.own import why_not_retried
-from slurm.queue import Job, StateName
 from slurm.reasons import meaning_of
+from slurm.squeue import Job, StateName
 from slurm.state import DatasetState
 
 T = TypeVar("T")

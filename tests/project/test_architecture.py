@@ -94,19 +94,8 @@ def test_reading_a_plan_loads_no_command_line() -> None:
 
 # The rooms of slurm/. Each imports only those before it.
 SLURM = (
-    *(
-        "commands",
-        "request",
-        "limits",
-        "reasons",
-        "queue",
-        "causes",
-        "attempts",
-        "state",
-        "own",
-        "fit",
-        "nodes",
-    ),
+    *("commands", "request", "limits", "partitions", "accounts", "refusals", "site", "reasons"),
+    *("job_names", "squeue", "queue", "log_ends", "causes", "attempts", "state", "own", "fit", "nodes"),
     *("scripts", "sbatch", "checks", "status_data", "status_text", "status", "report", "logs"),
     *("controller", "send", "submit", "submitit", "retry", "cancel"),
 )
@@ -243,7 +232,7 @@ AROUND_FOLDERS = {
     "shardprep/format/documents.py": "a list that the user names",
     "shardprep/format/attempts.py": "/proc",
     "shardprep/limited_process.py": "/proc and a pipe",
-    "slurm/causes.py": "logs, whose paths are compared with the data set's first",
+    "slurm/log_ends.py": "logs, whose paths are compared with the data set's first",
     "slurm/report.py": "the report, at a name that the user gives",
     "slurm/scripts.py": "our own batch script",
 }

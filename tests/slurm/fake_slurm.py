@@ -118,7 +118,7 @@ class Desk:
     def at_waits(self, call: Callable[[float], object]) -> None:
         """Make commands call this instead of sleeping between two looks, or two calls of Slurm."""
         self.patch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": call}))
-        for module in ("commands", "queue", "state"):
+        for module in ("commands", "squeue", "state"):
             self.patch.setattr(f"slurm.{module}.sleep", call)
 
     def slurm(self, name: str, *words: object, code: int = 0, **environ: Any) -> str:

@@ -25,10 +25,11 @@ from slurm.controller import finish, submit_controller, why_not_verified
 from slurm.fit import NUM_PROC, more_memory, more_time
 from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
 from slurm.request import MEMORY_FIELDS, JobRequest, SendOptions, request_of, with_variables
-from slurm.send import Group, send_groups
+from slurm.send import send_groups
 from slurm.site import Site
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
+from slurm.submission import Group
 
 _MAX_ROUNDS = 5  # times that --until_done sends failed shards again
 _LATE_KILL_MIN = 2  # Slurm checks time limits every 30 s, and then waits for the task to end

@@ -13,9 +13,10 @@ from slurm.checks import check_folder, check_queue
 from slurm.commands import REQUEST_VARIABLES, SlurmMissing
 from slurm.controller import submit_controller
 from slurm.request import JobRequest, SendOptions, with_variables
-from slurm.send import Group, send_groups
+from slurm.send import send_groups
 from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
+from slurm.submission import Group
 
 
 def submit(folder: Path, options: SendOptions, flags: Mapping[str, object]) -> int:

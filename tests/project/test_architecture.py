@@ -96,8 +96,9 @@ def test_reading_a_plan_loads_no_command_line() -> None:
 SLURM = (
     *("commands", "request", "limits", "partitions", "accounts", "refusals", "site", "reasons"),
     *("job_names", "squeue", "queue", "log_ends", "causes", "attempts", "state", "own", "fit", "nodes"),
-    *("scripts", "sbatch", "checks", "status_data", "status_text", "status", "report", "logs"),
-    *("controller", "send", "submit", "submitit", "retry", "cancel"),
+    *("scripts", "sbatch", "checks", "status_data", "status_text", "status"),
+    *("report_data", "report_page", "report", "logs"),
+    *("controller", "submission", "announce", "send", "submit", "submitit", "retry", "cancel"),
 )
 
 
@@ -127,7 +128,17 @@ def test_arrows_between_the_rooms_of_slurm_go_one_way() -> None:
 # Modules that show records of other users, too, or tell own records from them.
 SHOWN = {
     f"slurm/{name}.py"
-    for name in ("queue", "attempts", "state", "status", "status_data", "logs", "report", "own")
+    for name in (
+        "queue",
+        "attempts",
+        "state",
+        "status",
+        "status_data",
+        "logs",
+        "report",
+        "report_data",
+        "own",
+    )
 }
 RECORDS = {"submissions", "records", "attempts", "controllers", "unrecorded", "is_own"}
 READERS = {"read_submissions", "read_attempts", "read_own_controllers", "read_events"}

@@ -316,9 +316,11 @@ def _print_sample(
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
             text = _with_cut_marks(text, at_begin=is_rest, at_end=position == len(documents) - 1)
-            print_lines(f"  --- {'the rest of a document' if is_rest else 'a document begins'}")
-        cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
-        print_lines(*(f"  {line}" for line in cut.split("\n")))
+            what = "the rest of a document" if is_rest else "a document begins"
+            print_lines(f"  --- {what}")
+        if chars and len(text) > chars:
+            text = f"{text[:chars]} ... ({len(text)} characters)"
+        print_lines(*(f"  {line}" for line in text.split("\n")))
     print_lines("")
 
 

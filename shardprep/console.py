@@ -202,9 +202,15 @@ def _scaled(value: float) -> tuple[str, str]:
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
-            num_decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            num_decimals = 0
+            if scaled < 9.995:
+                num_decimals = 2
+            elif scaled < 99.95:
+                num_decimals = 1
             return f"{scaled:.{num_decimals}f}", prefix
-    return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
+    if value == int(value):
+        return f"{value:.0f}", ""
+    return f"{value:.3g}", ""
 
 
 def say(line: str) -> None:

@@ -316,12 +316,13 @@ def _may_be_json(content: bytes) -> bool:
 
 def check_bounded_cost(head: dict[str, Any]) -> None:
     """Raise UnknownCost, or another error, unless the parts beside the model have a bounded cost."""
-    before = _growth(head.get("normalizer"), "normalizers", _GROWTH_OF_NORMALIZER)
-    growth = before * _growth(head.get("pre_tokenizer"), "pretokenizers", _GROWTH_OF_PRE_TOKENIZER)
+    normalized = _growth(head.get("normalizer"), "normalizers", _GROWTH_OF_NORMALIZER)
+    split = _growth(head.get("pre_tokenizer"), "pretokenizers", _GROWTH_OF_PRE_TOKENIZER)
     decoded = _growth(head.get("decoder"), "decoders", _GROWTH_OF_DECODER)
     added = sum(len(token["content"]) for token in head.get("added_tokens") or [])
-    is_bounded = max(growth, decoded) <= _MOST_GROWTH and added <= _MOST_ADDED_BYTES
-    if not is_bounded or _num_around(head.get("post_processor")) > _MOST_AROUND:
+    if normalized * split > _MOST_GROWTH or decoded > _MOST_GROWTH or added > _MOST_ADDED_BYTES:
+        raise UnknownCost
+    if _num_around(head.get("post_processor")) > _MOST_AROUND:
         raise UnknownCost
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardprep.errors import UsageError
 
+_METAVARS = {int: "N", float: "X", Path: "PATH"}
 _type_hints = functools.cache(typing.get_type_hints)  # 2 ms a class: each annotation is compiled anew
 
 
@@ -27,16 +28,20 @@ def add_flags_of(
     """Add a flag for each option of a dataclass, except ``exclude``, under the titles of their groups."""
     hints = _type_hints(options)
     items = [item for item in fields(options) if item.metadata["help"] and item.name not in exclude]
-    titles = dict.fromkeys(item.metadata["group"] for item in items) if is_grouped else {}
-    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
+    place_of: dict[str, argparse._ActionsContainer] = {}  # by the title of a group
+    for item in items:
+        title = item.metadata["group"]
+        if title not in place_of:
+            place_of[title] = parser.add_argument_group(title) if is_grouped else parser
     own = vars(options)["__annotations__"]  # these come before inherited ones
     for item in sorted(items, key=lambda item: item.name not in own):
         text = str(item.metadata["help"])
         if "(default" not in text:
-            text += f" (default: {item.metadata.get('shown') or shown_default(item.default)})"
+            default = item.metadata.get("shown") or shown_default(item.default)
+            text += f" (default: {default})"
         # A flag that is not given is absent from the namespace, unlike one that is given its default.
         settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
-        place = places.get(item.metadata["group"], parser)
+        place = place_of[item.metadata["group"]]
         place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
 
 
@@ -64,16 +69,21 @@ def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
+def _number_or_text(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
 def _type_settings(hint: Any) -> dict[str, Any]:
     """Return the settings of argparse for a field's type, with or without ``| None``."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
     if set(kinds) == {int, str}:
-        return {"type": lambda text: int(text) if re.fullmatch(r"-?\d+", text) else text, "metavar": "N"}
+        return {"type": _number_or_text, "metavar": "N"}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
-        return {"choices": choices, "metavar": "{" + ",".join(filter(None, choices)) + "}"}
-    return {"type": kind, "metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}
+        shown = ",".join(filter(None, choices))
+        return {"choices": choices, "metavar": f"{{{shown}}}"}
+    return {"type": kind, "metavar": _METAVARS.get(kind, "TEXT")}

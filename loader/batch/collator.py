@@ -45,11 +45,13 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
         """Collate samples: lists of ids, or dicts with ``input_ids`` and optionally ``labels``."""
         given = [each if isinstance(each, Mapping) else {"input_ids": each} for each in examples]
-        unknown = {name for fields in given for name in fields} - _FIELDS
+        unknown = set[str]().union(*given) - _FIELDS
         if unknown:
             raise UsageError(f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn")
-        ids = [np.asarray(fields["input_ids"], np.int64) for fields in given]
-        batch = self.batches.of_documents(np.concatenate(ids), np.array([len(row) for row in ids]))
+        # rows: int64[tokens] of each sample
+        rows = [np.asarray(fields["input_ids"], np.int64) for fields in given]
+        num_tokens = np.array([len(row) for row in rows])
+        batch = self.batches.of_documents(np.concatenate(rows), num_tokens)
         for row, fields in enumerate(given):
             for name in {"attention_mask", "labels"} & fields.keys():
                 values = torch.as_tensor(fields[name])

@@ -90,10 +90,13 @@ class BatchStream:
         """Return the ticks per chunk. Without workers, rows are only copied at their tick (see Ragged)."""
         if not self._num_workers and self.run.row_tokens:
             return MAX_CHUNK_TICKS
-        slots = -(-len(self.slots) // max(self._num_workers, 1))
-        names = [source.name for source in self.run.sources]
-        longest = max(self.samples[name].mean_tokens for name in names if name in self.samples)
-        tick_bytes = 4 * slots * self.run.order.group * (self.run.row_tokens or longest)
+        slots_per_worker = -(-len(self.slots) // max(self._num_workers, 1))
+        sample_tokens: float = self.run.row_tokens
+        if not sample_tokens:
+            names = [source.name for source in self.run.sources if source.name in self.samples]
+            sample_tokens = max(self.samples[name].mean_tokens for name in names)
+        tick_samples = slots_per_worker * self.run.order.group  # of a worker
+        tick_bytes = 4 * tick_samples * sample_tokens
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
     def steps(self, start: Position) -> Iterator[list[tuple[Any, tuple[int, int]]]]:

@@ -119,20 +119,25 @@ def make_run(
     )
 
 
+def _is_weight(value: object) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < float("inf")
+
+
 def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
     """Return each source's share of the samples. ``means``: tokens per sample; 1 for weights in samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
-    are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
-    if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
+    are_known = given.keys() <= means.keys()
+    if not are_known or not all(map(_is_weight, values)) or not sum(values) > 0:
         expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
         raise UsageError.of_value("weights", weights, expected)
-    parts = []
+    parts: list[Fraction] = []
     for mean, value in zip(means.values(), values, strict=True):
         # Exact fractions, with 0.1 as 1/10, so that proportional weights give equal shares to the last digit.
         digits = int(value) if isinstance(value, Integral) else str(float(value))
         parts.append(Fraction(digits) / Fraction(mean))
-    shares = {name: float(part / sum(parts)) for name, part in zip(means, parts, strict=True)}
+    total = sum(parts)
+    shares = {name: float(part / total) for name, part in zip(means, parts, strict=True)}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE_TICKS:
             found = f"a weight that gives {name} {share:.2g} of the samples"

@@ -85,12 +85,18 @@ class OpenShard:
     def records_of(self, rows: slice | Int64s) -> Any:
         """Return the idx records of some samples, in ascending order. A large idx is read in parts."""
         if self._idx is None:
-            return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
+            if isinstance(rows, slice):
+                return self._records[rows]
+            return self._records.take(rows)
         if isinstance(rows, slice):
             return self._idx.read(rows)
-        bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]  # of consecutive rows
-        parts = (slice(int(rows[first]), int(rows[end - 1]) + 1) for first, end in pairwise(bounds))
-        return np.concatenate([self._idx.read(part) for part in parts])
+        # One read for consecutive rows. bounds: where they begin in ``rows``, and its length.
+        bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
+        parts = []
+        for first, end in pairwise(bounds):
+            consecutive = slice(int(rows[first]), int(rows[end - 1]) + 1)
+            parts.append(self._idx.read(consecutive))
+        return np.concatenate(parts)
 
 
 _ALIGN_BYTES = 64

@@ -113,31 +113,30 @@ class ShardSet:
         self.parts = tuple(parts)
         self.datasets = [part for part in self.parts if part.records is None]
         self.has_external = len(self.datasets) < len(self.parts)
-        # Shard s is row s - first_of_part[i] of part i.
+        # Shard s is row s - first_of_part[i] of part i: int64[parts + 1].
         self.first_of_part = np.cumsum([0, *(len(part.num_samples) for part in self.parts)])
-        self.num_records = np.concatenate([part.num_samples for part in self.parts])
         # Whether some plan holds documents out. All samples of other data sets are for validation.
-        is_planned = [part.spec.validation_fraction > 0 for part in self.parts]
-        self.has_planned = any(is_planned)
-        if split == "train" and not all(is_planned):
-            path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
-            remedy = "--validation_fraction"
-            expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
-            raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
+        self.has_planned = any(part.spec.validation_fraction > 0 for part in self.parts)
+        if split == "train":
+            self._refuse_unplanned()
         if split == "validation" and not is_for_validation:
             _refuse_training_sets(self.datasets)
         self.split = split if self.has_planned else None  # None: the samples of both sides
-        held_out = np.concatenate([part.num_validation for part in self.parts])
-        self.first_held_out = self.num_records - held_out  # the first record for validation in each shard
-        counts = self.num_records
+        # Of each shard: all records, those for validation, and the first of these: int64[shards].
+        self.num_records = np.concatenate([part.num_samples for part in self.parts])
+        num_held_out = np.concatenate([part.num_validation for part in self.parts])
+        self.first_held_out = self.num_records - num_held_out
+        # The samples of this side: how many of each shard, and the record of the first one: int64[shards].
+        num_of_side = self.num_records
         self._first_of_side = np.zeros(len(self.num_records), np.int64)
         if self.split == "train":
-            counts = self.first_held_out
+            num_of_side = self.first_held_out
         elif self.split == "validation":
-            counts = held_out
+            num_of_side = num_held_out
             self._first_of_side = self.first_held_out
-        self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.num_shards = len(counts)
+        # Shard s has the samples first_sample[s] to first_sample[s + 1]: int64[shards + 1].
+        self.first_sample = np.concatenate([[0], np.cumsum(num_of_side)]).astype(np.int64)
+        self.num_shards = len(num_of_side)
         self.num_samples = int(self.first_sample[-1])
         lengths = {part.spec.seq_len for part in self.parts}  # 0 for documents
         self.has_rows = any(lengths)  # whether some samples are packed rows
@@ -175,6 +174,15 @@ class ShardSet:
                 place = place_text(name_of, int(record["input_offset"]))
         tar = data.path_of(row)
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
+
+    def _refuse_unplanned(self) -> None:
+        """Raise UsageError if a part has no documents that are held out."""
+        if all(part.spec.validation_fraction > 0 for part in self.parts):
+            return
+        path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
+        remedy = "--validation_fraction"
+        expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
+        raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
 
     @property
     def split_text(self) -> str:

@@ -28,7 +28,9 @@ def load_engine(plan: Plan, folder: DataFolder, wanted: EngineName, warn: Callab
     Raises UsageError if ``wanted`` cannot be used.
     """
     path = folder.path_of(f"{names.TOKENIZER_DIR}/{names.TOKENIZER_FILE}")
-    options, probe, expected = plan.options, Texts.of_strings(plan.probe), plan.probe_sha256
+    options = plan.options
+    probe = Texts.of_strings(plan.probe)
+    expected = plan.probe_sha256
     allow = options.encodes_control_tokens
     if wanted == "gigatoken" or (wanted == "auto" and plan.fast_engine_is_equal):
         has_fast_file = names.FAST_TOKENIZER_FILE in plan.tokenizer_files

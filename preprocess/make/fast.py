@@ -79,16 +79,21 @@ class FastTokenizer:
         """Encode texts, with the reference where gigatoken might give other ids."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
-            if (tokens := self._encode_joined(texts, add_special_tokens)) is not None:
+            tokens = self._encode_joined(texts, add_special_tokens)
+            if tokens is not None:
                 return tokens
-            unsure = [n for n, text in enumerate(texts) if any(each in text for each in self._separators)]
-            unsure = unsure or list(range(len(texts)))  # it is not clear which text it is
+            unsure = [n for n, text in enumerate(texts) if self._has_separator(text)]
+            if not unsure:  # it is not clear which text it is
+                unsure = list(range(len(texts)))
         slow = reference().encode_with(texts.only(unsure), add_special_tokens)
-        documents = dict(zip(unsure, slow.documents(), strict=True))
-        sure = [n for n in range(len(texts)) if n not in documents]
+        ids_of = dict(zip(unsure, slow.documents(), strict=True))  # by the number of the text
+        sure = [n for n in range(len(texts)) if n not in ids_of]
         fast = self.encode(reference, texts.only(sure), add_special_tokens)
-        documents.update(zip(sure, fast.documents(), strict=True))
-        return TokenBatch.of([documents[n] for n in range(len(texts))])
+        ids_of.update(zip(sure, fast.documents(), strict=True))
+        return TokenBatch.of([ids_of[n] for n in range(len(texts))])
+
+    def _has_separator(self, text: bytes) -> bool:
+        return any(separator in text for separator in self._separators)
 
     def _encode_joined(self, texts: Texts, add_special_tokens: bool) -> TokenBatch | None:
         """Encode texts as one. Return None if the separators in it are not those between the texts."""
@@ -127,13 +132,16 @@ def _resident_bytes() -> int:
 
 def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
     """Return the ids that a post-processor puts around a text. Raises ValueError if it does more."""
-    if processor is None or (kind := processor["type"]) == "ByteLevel":
+    if processor is None:
+        return [], []
+    kind = processor["type"]
+    if kind == "ByteLevel":
         return [], []
     if kind == "Sequence":
-        of_parts = [around for part in processor["processors"] if any(around := ids_around(part))]
-        if len(of_parts) > 1:
-            raise ValueError(f"{len(of_parts)} post-processors add tokens")
-        return of_parts[0] if of_parts else ([], [])
+        adding = [each for each in map(ids_around, processor["processors"]) if any(each)]
+        if len(adding) > 1:
+            raise ValueError(f"{len(adding)} post-processors add tokens")
+        return adding[0] if adding else ([], [])
     if kind in ("BertProcessing", "RobertaProcessing"):
         return [processor["cls"][1]], [processor["sep"][1]]
     if kind != "TemplateProcessing":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from preprocess.make.json_ids import json_ids
+from preprocess.make.json_ids import JsonIds, json_ids
 from preprocess.make.pieces import Digests, EncodedBatch, TarPiece
 from preprocess.make.tar_headers import document_headers
 from preprocess.make.token_ids import TokenBatch
@@ -30,19 +30,26 @@ class DocumentMembers:
     num_padding = num_split = 0  # RowMembers counts padding, and documents split over rows
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
-        self._spec, self._shard_id, self._options = spec, shard_id, options
+        self._spec = spec
+        self._shard_id = shard_id
+        self._options = options
         self._tar_bytes = 0
         self._field = f"token_ids.{spec.token_format}"
-        vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
-        self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
-        self._npy_header_bytes = 0 if self._json else len(names.npy_header(spec.dtype, (1,)))
+        self._json: JsonIds | None = None
+        self._npy_header_bytes = 0
+        if spec.token_format == "json":
+            self._json = json_ids(spec.tokenizer.vocab_size, has_blanks=bool(options.blanked))
+        else:
+            self._npy_header_bytes = len(names.npy_header(spec.dtype, (1,)))
 
     def lay_out(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> TarPiece:
         """Return the members of a batch, with offsets from 0. Runs in a thread.
 
         Raises BadInput if a member is too large for the idx.
         """
-        lengths, dtype = np.diff(tokens.offsets), self._spec.dtype
+        dtype = self._spec.dtype
+        # lengths, id_bytes: int64[documents]
+        lengths = np.diff(tokens.offsets)
         encoded: Sequence[bytes | memoryview]  # the ids of each document
         if self._json:
             id_bytes = self._json.lengths(tokens)
@@ -51,19 +58,23 @@ class DocumentMembers:
             encoded = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
         else:
             id_bytes = lengths * dtype.itemsize + self._npy_header_bytes
-            parts = zip(lengths.tolist(), tokens.documents(), strict=True)
-            encoded = [names.npy_header(dtype, (num,)) + part.astype(dtype).tobytes() for num, part in parts]
+            encoded = []
+            for ids in tokens.documents():
+                encoded.append(names.npy_header(dtype, ids.shape) + ids.astype(dtype).tobytes())
         fields: list[tuple[str, Numbers, Sequence[bytes | memoryview]]] = [(self._field, id_bytes, encoded)]
         if self._options.keep_text:
             texts = documents.texts.each
-            fields.insert(0, (names.TEXT_FIELD, np.fromiter(map(len, texts), np.int64, len(texts)), texts))
+            text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
+            fields.insert(0, (names.TEXT_FIELD, text_bytes, texts))
+        # sizes, padded, ends, starts: int64[documents, fields]
         sizes = np.stack([num_bytes for _, num_bytes, _ in fields], axis=1)
-        if (largest := sizes.max(initial=0)) > names.MAX_MEMBER_BYTES:
+        largest = sizes.max(initial=0)
+        if largest > names.MAX_MEMBER_BYTES:
             found = f"a document of {documents.input_path} whose member has {largest} bytes"
             expected = f"at most {names.MAX_MEMBER_BYTES}"
             advice = "use --record packed, or split the document"
             raise BadInput(found=found, expected=expected, advice=advice)
-        # Each payload follows its header and fills whole blocks: int64[documents, fields].
+        # Each payload follows its header and fills whole blocks.
         padded = -(-sizes // names.BLOCK_BYTES) * names.BLOCK_BYTES
         ends = np.cumsum(padded + names.BLOCK_BYTES).reshape(padded.shape)
         starts = ends - padded
@@ -93,7 +104,8 @@ class DocumentMembers:
         assert piece is not None  # it is from ``lay_out``
         piece.records["offset"] += self._tar_bytes
         self._tar_bytes += len(piece.data)
-        if not (fraction := self._spec.validation_fraction):
+        fraction = self._spec.validation_fraction
+        if not fraction:
             yield piece
             return
         # The piece for training has all bytes, so the tar has the order of the input. The one for validation

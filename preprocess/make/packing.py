@@ -52,9 +52,11 @@ class Packer:
         self.seq_len = spec.seq_len
         self.num_split = 0  # documents that are not whole in one row
         self.group_rows = max(1, names.PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
-        is_chat = spec.record == "chat"  # then ids carry NO_LOSS while they are packed
-        self.dtype = np.dtype(np.uint32) if is_chat else spec.dtype
-        self.pad_id = (spec.tokenizer.pad_token_id or 0) | (int(NO_LOSS) if is_chat else 0)
+        self.dtype = spec.dtype
+        self.pad_id = spec.tokenizer.pad_token_id or 0
+        if spec.record == "chat":  # ids carry NO_LOSS while they are packed
+            self.dtype = np.dtype(np.uint32)
+            self.pad_id |= int(NO_LOSS)
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         """Add documents, whose origins are in ``starts``, and yield the groups that they fill."""

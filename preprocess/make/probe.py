@@ -48,18 +48,24 @@ def gate_texts(tokenizer_json: bytes) -> list[str]:
 
     They have all code points, all pairs of character classes, added tokens, long runs and known differences.
     """
+    # points: int64[code points], without surrogates and without the private use from U+F0100 on
     points = np.flatnonzero(~is_new_code_point())
-    points = points[((points < 0xD800) | (points > 0xDFFF)) & (points < 0xF0100)]  # private use comes after
-    is_ideograph = (points >= 0x3400) & (points < 0xA000) | (points >= 0xAC00) & (points < 0xD800)
+    is_surrogate = (points >= 0xD800) & (points <= 0xDFFF)
+    points = points[~is_surrogate & (points < 0xF0100)]
+    # Ideographs and syllables of Hangul behave alike, and one context is enough for them.
+    is_ideograph = (points >= 0x3400) & (points < 0xA000)
+    is_ideograph |= (points >= 0xAC00) & (points < 0xD800)
     is_ideograph |= points >= 0x20000
     alone = [f"{c}\n \n" for c in map(chr, points[is_ideograph].tolist())]
     alone += [f"{c}\n \n1{c}1" for c in map(chr, points[~is_ideograph].tolist())]
+    joined = ["".join(alone[begin : begin + 500]) for begin in range(0, len(alone), 500)]
     classes = "aZé가一ʰसा٣1½Ⅷ \t\xa0\u3000\u2028\n\r\x85'’!…😀\u200d\0\u0301ſK\ue000sSt"
     pairs = (f"x{a}{b}y {a}{b}{b}'{a}{b}1{a}" for a, b in itertools.product(classes, repeat=2))
-    tokens = [token["content"] for token in split_tokenizer(tokenizer_json)[0].get("added_tokens") or []]
+    head, _ = split_tokenizer(tokenizer_json)
+    tokens = [token["content"] for token in head.get("added_tokens") or []]
     known = "\u088f\ua7ce\ua7d2\ua7f1\U00010940\U00011de0\U00016ff4\U000323b0"
     return [
-        *map("".join, (alone[begin : begin + 500] for begin in range(0, len(alone), 500))),
+        *joined,
         *pairs,
         *(f"a {text} b{text}{text}\n{text} " for text in tokens),
         *(character * 5000 for character in "a 가!9\n\t"),

@@ -81,7 +81,8 @@ def memory_note(memory_gb: float | None, num_processes: int = 1) -> str | None:
 def memory_limits() -> dict[str, int]:
     """Return the limits on this job's memory in bytes, by who sets them; for cgroups the lowest one."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    per_node, per_cpu = (os.environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
+    per_node = os.environ.get("SLURM_MEM_PER_NODE", "")
+    per_cpu = os.environ.get("SLURM_MEM_PER_CPU", "")
     cpus = os.environ.get("SLURM_CPUS_ON_NODE") or os.environ.get("SLURM_CPUS_PER_TASK") or "1"
     if per_node.isdigit() and int(per_node):
         limits["Slurm"] = int(per_node) << 20
@@ -91,9 +92,12 @@ def memory_limits() -> dict[str, int]:
     for path in cgroup_files("memory", "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             cgroup_limits.append(int(path.read_text(encoding="ascii")))
-    if (address_bytes := _address_limit()) is not None:
+    address_bytes = _address_limit()
+    if address_bytes is not None:
         limits["ulimit -v"] = max(address_bytes - _ADDRESS_BYTES, 0)
-    return limits | ({"the cgroup": min(cgroup_limits)} if cgroup_limits else {})
+    if cgroup_limits:
+        limits["the cgroup"] = min(cgroup_limits)
+    return limits
 
 
 def _address_limit() -> int | None:

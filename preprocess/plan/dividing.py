@@ -194,14 +194,15 @@ def _groups_of(inputs: list[Weighed], whole: list[Weighed], num_shards: int) -> 
     num_groups = min(len(whole), most, max(1, round(num_shards * share)))
     if not num_groups:
         return []
-    heap: list[tuple[int, int, list[int]]] = [(0, n, []) for n in range(num_groups)]  # (bytes, n, files)
-    by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
-    for number in by_size:
-        size, which, group = heap[0]
-        group.append(number)
-        heapq.heapreplace(heap, (size + whole[number].text_bytes, which, group))
+    # Of each group: its bytes, its number, and the places of its files in ``whole``.
+    heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_groups)]
+    largest_first = sorted(range(len(whole)), key=lambda n: (-whole[n].text_bytes, whole[n].file.path))
+    for place in largest_first:
+        num_bytes, number, group = heap[0]
+        group.append(place)
+        heapq.heapreplace(heap, (num_bytes + whole[place].text_bytes, number, group))
     groups = sorted(sorted(group) for *_, group in heap if group)
-    return [[whole[number] for number in group] for group in groups]
+    return [[whole[place] for place in group] for group in groups]
 
 
 def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:

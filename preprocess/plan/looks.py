@@ -214,15 +214,19 @@ def _note_of_text(name: str, samples: Sequence[Sample], options: PlanOptions) ->
 def _is_wrapped(data: bytes) -> bool:
     """Return whether text seems to be prose with ends of lines at a margin, and blank lines."""
     lines = data.decode(errors="ignore").replace("\r\n", "\n").split("\n")[:_MOST_LINES]
+    has_blank_line = "" in map(str.strip, lines[1:-1])
+    # Lines that go on: the next one is not blank.
     going = [line for line, following in itertools.pairwise(lines) if line.strip() and following.strip()]
-    if len(going) < _MIN_WRAPPED_LINES or "" not in map(str.strip, lines[1:-1]):
+    if len(going) < _MIN_WRAPPED_LINES or not has_blank_line:
         return False
-    sizes = sorted(map(len, going))
     # Most lines end shortly before the margin, and most in the middle of a sentence.
+    sizes = sorted(map(len, going))
     margin = sizes[len(sizes) * 9 // 10]
-    is_even = sizes[len(sizes) // 4] >= margin * 0.75 and margin <= _MAX_WRAPPED_CHARS
+    short = sizes[len(sizes) // 4]
+    if margin > _MAX_WRAPPED_CHARS or short < margin * 0.75:
+        return False
     num_ended = sum(line.rstrip().endswith(_ENDS_SENTENCE) for line in going)
-    return is_even and num_ended < len(going) / 3
+    return num_ended < len(going) / 3
 
 
 def _pattern(name: str) -> str:

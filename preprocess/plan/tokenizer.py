@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -263,13 +264,23 @@ def document_ends_line(plan: Plan, engine: Engine, tokenizer_json: bytes) -> str
     """Describe the tokens with which documents begin and end."""
     if plan.options.is_chat:
         return ""
-    before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])
+    before: list[int] = []
+    after: list[int] = []
+    if plan.options.add_special_tokens:
+        before, after = added_ids(engine)
     if plan.end_id is not None:
         after = [*after, plan.end_id]
     if not (before or after):
         return "documents begin and end without a control token"
     head, _ = split_tokenizer(tokenizer_json)
-    shown = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
-    words = [" ".join(shown.get(each, str(each)) for each in ids) for ids in (before, after)]
-    begin, end = (f"with {each}" if each else "without a control token" for each in words)
+    content_of = {token["id"]: token["content"] for token in head.get("added_tokens") or []}
+    begin = _control_tokens(before, content_of)
+    end = _control_tokens(after, content_of)
     return f"documents begin {begin} and end {end}"
+
+
+def _control_tokens(ids: Sequence[int], content_of: Mapping[int, str]) -> str:
+    if not ids:
+        return "without a control token"
+    shown = [f"{content_of[each]} ({each})" if each in content_of else str(each) for each in ids]
+    return f"with {' '.join(shown)}"

@@ -39,9 +39,14 @@ class CodeFiles:
         # Both forms of each path, because an import may follow links or not.
         self.name_of_path = {os.path.realpath(found): name for name, found in self.paths.items()}
         self.name_of_path |= {str(found): name for name, found in self.paths.items()}
+        self.sha256 = self._hash()
+
+    def _hash(self) -> str:
+        """Return the hash of all files and of their names. The name of the main file does not count."""
         hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in self.contents.items()}
-        main_hash = hashes.pop(self.path.name)  # the name of the main file does not count
-        self.sha256 = hashlib.sha256(json.dumps([main_hash, hashes], sort_keys=True).encode()).hexdigest()
+        main_hash = hashes.pop(self.path.name)
+        listed = json.dumps([main_hash, hashes], sort_keys=True)
+        return hashlib.sha256(listed.encode()).hexdigest()
 
     def _add(self, name: str) -> None:
         relative = Path(name)

@@ -68,12 +68,16 @@ def wanted_encoding(options: PlanOptions, name: str) -> str:
 
 def seen_encoding(samples: Iterable[Sample]) -> str:
     """Return the encoding of all samples, or "" if it is not clear. Text in ASCII is UTF-8."""
-    seen: set[str] = set()
-    for sample in samples:
-        if not sample.data.isascii():
-            data = sample.whole_lines()
-            seen.add(UTF_8 if _is_utf_8(data) else CP949 if is_clearly_cp949(data) else "")
-    return seen.pop() if len(seen) == 1 else "" if seen else UTF_8
+    seen = {_encoding_of_lines(sample.whole_lines()) for sample in samples if not sample.data.isascii()}
+    if not seen:
+        return UTF_8
+    return seen.pop() if len(seen) == 1 else ""
+
+
+def _encoding_of_lines(data: bytes) -> str:
+    if _is_utf_8(data):
+        return UTF_8
+    return CP949 if is_clearly_cp949(data) else ""
 
 
 def _is_utf_8(data: bytes) -> bool:

@@ -86,12 +86,16 @@ class LineFormat:
 
     def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
         options = fields.options
-        if self.compression is None and self.can_be_split(options):
-            file.file.expect_scattered_reads()  # the system's read-ahead would read three times as much
-            line_starts = (self.first_start(file, byte, end, options) for byte, end in stretches)
-            return [None if byte is None else Start(byte) for byte in line_starts]
-        frames = self.compression.frames(file) if self.compression and self.can_be_split(options) else ()
-        return formats.starts_among(frames, file, stretches)
+        if not self.can_be_split(options):
+            return formats.starts_among((), file, stretches)
+        if self.compression is not None:
+            return formats.starts_among(self.compression.frames(file), file, stretches)
+        file.file.expect_scattered_reads()  # the system's read-ahead would read three times as much
+        starts: list[Start | None] = []
+        for byte, end in stretches:
+            line_start = self.first_start(file, byte, end, options)
+            starts.append(None if line_start is None else Start(line_start))
+        return starts
 
     def text_of_part(self, reader: RangeReader, options: PlanOptions, piece_bytes: int) -> TextBlocks:
         """Yield the text of a part, through the end of its last line, which may be after the part.

@@ -132,12 +132,12 @@ def _stored_struct(kind: ArrowType) -> tuple[ArrowType, ReadValue]:
     def read(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if len({*names}) < len(names):
             raise _NoValue("wrong_type", "an object with two fields of one name has no text")
-        return {
-            name: _or_none(of, part) for name, (_, of), part in zip(names, inner, value.values(), strict=True)
-        }
+        parts = zip(names, inner, value.values(), strict=True)
+        return {name: _or_none(read_part, part) for name, (_, read_part), part in parts}
 
     # Fields are named by numbers, as pyarrow returns no object in which two fields have the same name.
-    return arrow.struct([arrow.field(str(n), stored) for n, (stored, _) in enumerate(inner)]), read
+    numbered = [arrow.field(str(number), stored) for number, (stored, _) in enumerate(inner)]
+    return arrow.struct(numbered), read
 
 
 def _or_none(read: ReadValue, value: JsonValue) -> JsonValue:

@@ -327,7 +327,9 @@ def _left_out(error: LeaveOut, reasons: set[str] | None) -> UnusableText:
     if not reason:
         return UnusableText("transform", reason)
     full = f"{_CHOSEN}{reason}"
-    return UnusableText(full if reasons is None else bounded_reason(full, reasons), reason)
+    if reasons is not None:
+        full = bounded_reason(full, reasons)
+    return UnusableText(full, reason)
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

@@ -80,6 +80,7 @@ def _index_of(
     place_of: Callable[[int], tuple[Path, str]],
 ) -> DatasetIndex:
     """Build the index from rows of COLUMNS and a hash. ``place_of``: file and place of a row, for errors."""
+    # columns: int64[shards, COLUMNS]
     columns = np.array([row[:-1] for row in rows], np.int64)
     samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
     # A document takes at least two blocks of the tar, a row at least its ids.

@@ -192,7 +192,8 @@ def _check_cuts(cuts: Sequence[Cut], inputs: Sequence[InputFile], *, are_all: bo
     are_valid = places == sorted(places) and places[-1] <= end
     if are_valid:
         are_valid = all(cut.byte <= inputs[cut.input_number].num_bytes for cut in cuts if cut.byte)
-    if not are_valid or (are_all and (places[0], places[-1]) != ((0, 0), end)):
+    cover_all = places[0] == (0, 0) and places[-1] == end
+    if not are_valid or (are_all and not cover_all):
         which = "all of" if are_all else "places in"
         expected = f"{which} {len(inputs)} inputs, ascending; plan into a new folder"
         raise json_files.wrong_value(Path(names.PLAN_NAME), "cuts", f"{places[0]} to {places[-1]}", expected)

@@ -45,8 +45,9 @@ def fingerprint_of(data: dict[str, Any]) -> str:
     merges = model.get("merges")
     vocab = model.get("vocab")
     if merges:
-        pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        kept["model"] = model = {**model, "merges": pairs}
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        model = {**model, "merges": pairs}
+        kept["model"] = model
     if isinstance(vocab, dict):  # sorted here: json would sort pairs, which takes three times as long
         kept["model"] = {**model, "vocab": {token: vocab[token] for token in sorted(vocab)}}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Mapping
@@ -266,9 +267,17 @@ def ask_to_stop(*_: object) -> None:
 
 
 def stop_wanted(rank: int) -> bool:
-    """Return whether a signal or the file of train_ddp.sh asks to stop. The file also works in containers."""
-    file = os.environ.get("SHARDPREP_STOP_FILE")
-    return _stop_asked or (rank == 0 and bool(file) and Path(str(file)).exists())
+    """Return whether a signal or the file of train_ddp.sh asks to stop. The file also works in containers.
+
+    Only a file of this user counts: others may write to CHECKPOINTS, too.
+    """
+    if _stop_asked or rank != 0:
+        return _stop_asked
+    try:
+        status = os.lstat(os.environ.get("SHARDPREP_STOP_FILE", ""))
+    except OSError:  # there is none
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def total(value: float, device: torch.device) -> float:

@@ -30,7 +30,12 @@ from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.local_paths import check_local_path, real_path
 from shardprep.meanings import meaning_of_command, meaning_of_flag
 from shardprep.option_flags import shown_default
-from shardprep.processes import STOP_SIGNALS, StopSignals, raise_on_stop_signals
+from shardprep.processes import (
+    STOP_SIGNALS,
+    StopSignals,
+    ignore_stop_signals,
+    raise_on_stop_signals,
+)
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -90,7 +95,7 @@ class Program:
                 return self._run(words, name=name)
             finally:
                 # A signal that comes now would not find the command any more.
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+                ignore_stop_signals()
         except Stopped as error:
             say(f"error: {error}")
             return error.exit_code

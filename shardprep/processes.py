@@ -110,13 +110,30 @@ class StopSignals:
         return StopSignals(handlers, blocked, sys.unraisablehook)
 
     def restore(self) -> None:
-        """Do again what ``now`` found."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        """Do again what ``now`` found. Signals that it found blocked are ignored by all threads.
+
+        A thread that is just ending does not block them, and would let one end the process.
+        """
+        ignore_stop_signals()
         sys.unraisablehook = self.unraisable_hook
         for number, handler in self.handlers.items():
-            if handler is not None:  # not one of C
+            if number in self.blocked:
+                signal.signal(number, signal.SIG_IGN)
+            elif handler is not None:  # not one of C
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore STOP_SIGNALS in this and all other threads. Raises Stopped for one that came before."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    _handle_by_nothing()
+
+
+def _handle_by_nothing() -> None:
+    for number in STOP_SIGNALS:
+        # Not SIG_IGN: with it, a second signal that is already pending makes Python raise an OSError.
+        signal.signal(number, lambda *_: None)
 
 
 def raise_on_stop_signals() -> None:
@@ -150,9 +167,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
-    for each in STOP_SIGNALS:
-        # Not SIG_IGN: with it, a second signal that is already pending makes Python raise an OSError.
-        signal.signal(each, lambda *_: None)
+    _handle_by_nothing()
     name = signal.Signals(number).name
     raise Stopped(f"stopped by {name}; nothing unfinished is left, run this again to go on")
 

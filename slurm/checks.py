@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.console import quoted, say, shards_text
@@ -17,6 +20,8 @@ from slurm.commands import SlurmRefused
 from slurm.own import own_records
 from slurm.request import JobRequest
 from slurm.state import DatasetState
+
+_LOG = re.compile(r"(?:verify-|control-)?([0-9]+)(?:_[0-9]+)?\.log")
 
 
 def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
@@ -37,6 +42,38 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
         say(f"left out, because they wait or run (or are just being cancelled): {named}")
 
 
+def check_logs(folder: DataFolder, job_ids: Sequence[str]) -> None:
+    """Raise CannotWrite if the log of one of these jobs, which have not begun, is there and not ours alone.
+
+    Slurm opens logs as this user, and through links.
+    """
+    for name in folder.names(LOGS_FOLDER):
+        match = _LOG.fullmatch(name)
+        if match is None or match[1] not in job_ids:
+            continue
+        log = f"{LOGS_FOLDER}/{name}"
+        status = folder.status_of(log)
+        if status is None:
+            continue
+        # Where job ids began anew, this user's own log of an older job is appended to.
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+        if not is_ours:
+            found = "something that Slurm's log would be written to, before the job began"
+            expected = "nothing; remove it, and find out who put it there"
+            raise CannotWrite(path=folder.path_of(log), found=found, expected=expected)
+
+
+def _check_not_for_everybody(place: Path, *, is_for_logs: bool) -> None:
+    """Raise CannotWrite if everybody can replace a folder, or put links into that of logs."""
+    try:
+        mode = os.stat(place).st_mode  # noqa: PTH116 - as the caller's
+    except OSError:
+        return
+    if mode & stat.S_IWOTH and (is_for_logs or not mode & stat.S_ISVTX):
+        found = "a folder where everybody may write: Slurm would follow any link there as you"
+        raise CannotWrite(path=place, found=found, remedy=f"chmod o-w {quoted(place)}")
+
+
 def check_folder(folder: Path, request: JobRequest) -> Plan:
     """Check folder, tokenizer, set-up file and input as tasks need them, and return the plan."""
     plan = need_plan(DataFolder(folder))
@@ -47,6 +84,7 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
         if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
             todo = f"to share it with your group, its owner can type: chmod -R g+rwX {quoted(folder)}"
             raise CannotWrite(path=place, found="not a folder that you can write to", expected=f"one; {todo}")
+        _check_not_for_everybody(place, is_for_logs=place == folder / LOGS_FOLDER)
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
         expected = "the path of a file for tasks to source"
         raise UsageError(path=request.setup, found=f"--setup {request.setup}", expected=expected)

@@ -23,6 +23,7 @@ from shardprep.format import jobs as job_files
 from shardprep.format.data_folder import JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import JobArray, SentJob, Submission
 from slurm.announce import announce, say_what_nodes_save, summary_lines
+from slurm.checks import check_logs
 from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, run_slurm
 from slurm.controller import record_controller
 from slurm.nodes import on_whole_nodes
@@ -129,6 +130,7 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
             controller = submit_script(jobs.controller_script, f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
             record_controller(state.folder, controller)
+        check_logs(folder, job_ids)
         job_files.publish_submission(folder, submission)
     except BaseException:
         if job_ids:

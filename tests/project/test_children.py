@@ -357,9 +357,11 @@ def test_a_signal_while_a_command_still_imports_stops_it_cleanly(
         end_of(process, code=75)
 
 
+# A thread that is just ending gets a signal that the main thread blocks.
 STOPPED_AT_EXIT = """
-import atexit, os, signal
+import atexit, os, signal, threading, time
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 """
 
 

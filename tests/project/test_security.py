@@ -135,6 +135,19 @@ def test_each_test_that_the_page_names_exists() -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), name
 
 
+def test_each_promise_of_the_page_names_a_test_and_each_door_its_module() -> None:
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+    promises = [
+        row for row in rows if "promise" not in row[1] and "protection" not in row[1] and "---" not in row[1]
+    ]
+    assert len(promises) >= 30
+    assert [row[0] for row in promises if not re.search(r"`tests/[\w/]+\.py::test_\w+`", row[-1])] == []
+    modules = {module for row in promises for module in re.findall(r"[\w/]+/\w+\.py", row[0])}
+    assert len(modules) >= 5
+    assert {module for module in modules if not (ROOT / module).is_file()} == set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
 def test_a_decompression_bomb_takes_no_more_memory_than_another_file(tmp_path: Path, ending: str) -> None:

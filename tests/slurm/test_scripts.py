@@ -12,12 +12,13 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -482,6 +483,32 @@ def test_a_stop_file_that_this_user_did_not_write_causes_no_requeue(
     log = train(tmp_path, f"{plant} .stop-7-0; touch step-1.pt; exit {code}", code=code)
     assert not (tmp_path / "requeued").exists()
     assert ".stop-7-0" in log
+
+
+def test_the_example_of_training_stops_only_for_a_file_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (ROOT / "examples" / "train_llama.py").read_text()
+    function = source[source.index("def stop_wanted(") : source.index("def total(")]
+    names: dict[str, Any] = {"os": os, "stat": stat, "_stop_asked": False}
+    exec(function, names)  # importing the file would take seconds for torch and transformers
+    stop = tmp_path / "stop"
+    monkeypatch.setenv("SHARDPREP_STOP_FILE", str(stop))
+    assert not names["stop_wanted"](0)
+    planted: list[Callable[[], object]] = [
+        lambda: stop.symlink_to(Path(__file__)),
+        lambda: os.mkfifo(stop),
+        lambda: (stop.touch(), os.chown(stop, 12345, -1)),
+    ]
+    for plant in planted if os.geteuid() == 0 else planted[:2]:  # only root can change an owner
+        plant()
+        assert not names["stop_wanted"](0)
+        stop.unlink()
+    stop.touch()
+    assert names["stop_wanted"](0)
+    assert not names["stop_wanted"](1), "rank 0 tells the others"
+    monkeypatch.delenv("SHARDPREP_STOP_FILE")
+    assert not names["stop_wanted"](0)
 
 
 @pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "SHARDPREP_MAX_REQUEUES", "SLURM_JOB_ID"])

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -293,6 +293,55 @@ def test_the_verify_job_runs_after_all_tasks_with_time_for_all_bytes(desk: Desk)
     desk.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
     shown = desk.slurm("submit", "--time_min", 2, "--dry_run")
     assert "#SBATCH --time=30\n" in shown, "the partition's limit"
+
+
+# --- the folder of logs, where Slurm follows links
+
+
+@pytest.mark.parametrize("which", ["", "jobs", "jobs/logs"])
+def test_a_folder_where_everybody_may_plant_a_log_is_refused(desk: Desk, which: str) -> None:
+    logs = desk.log("old.log", "").parent
+    (desk.data / which).chmod(0o777)
+    for command in ("submit", "retry"):
+        desk.submitted()
+        assert "chmod o-w" in desk.slurm(command, "--shards", 1, code=73)
+    assert not desk.sent()
+    (desk.data / which).chmod(0o775)
+    (desk.data / "jobs" / "0000.json").unlink()
+    desk.slurm("submit")
+    assert logs.is_dir()
+    assert len(desk.sent()) == 2, "a group may share a data set"
+
+
+def plant_link(log: Path) -> None:
+    log.symlink_to(log.parents[3] / "private")
+
+
+def plant_hard_link(log: Path) -> None:
+    os.link(log.parents[3] / "private", log)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (plant_link, "1_4.log"),
+        (plant_link, "verify-2.log"),
+        (plant_link, "control-3.log"),
+        (plant_hard_link, "1_0.log"),
+        (os.mkfifo, "1_0.log"),
+        (os.mkdir, "1_0.log"),
+    ],
+)
+def test_a_log_that_somebody_planted_is_named_and_no_job_is_released(
+    desk: Desk, plant: Callable[[Path], object], name: str
+) -> None:
+    (desk.tmp / "private").touch()
+    desk.log("7_1.log", "of an older array")
+    plant(desk.data / "jobs" / "logs" / name)
+    assert name in desk.slurm("submit", "--until_done", code=73)
+    assert not desk.released()
+    assert "1" in " ".join(desk.calls("scancel")).split()
+    assert not list((desk.data / "jobs").glob("0*.json"))
 
 
 # --- trust in records

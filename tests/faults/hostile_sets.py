@@ -177,6 +177,8 @@ def _sparse(path: Path, _: Outside) -> None:
 
 
 def _flipped(path: Path, _: Outside) -> None:
+    if not path.exists():  # removed, so that a shard is made again
+        return
     data = bytearray(path.read_bytes())
     if data:
         data[len(data) // 2] ^= 1

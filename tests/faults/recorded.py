@@ -27,7 +27,7 @@ def recorded(outcomes: Iterable[T], path: Path | None) -> tuple[list[T], bool]:
                 file.flush()
         except KeyboardInterrupt:
             return collected, False
-        except AssertionError:  # of a campaign that cannot go on
+        except Exception:  # of a campaign that cannot go on
             traceback.print_exc()
             return collected, False
     return collected, True

@@ -5,9 +5,6 @@ memory: a further core takes some 100 MB. The task gives them stretches in order
 appends in order, so the shard has the same bytes as from one process. Batches lie in shared memory; only
 what is small goes through pipes.
 
-A helper gets a job and says how many lines it has. Once those of all earlier jobs are known, it is told the
-number of its first line, which names of members contain. Then it sends the batches.
-
 A helper that dies fails the task, and one whose task dies gets a signal. It leaves no file: it writes none.
 """
 
@@ -15,69 +12,40 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import resource
 import signal
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 from preprocess.make.arena import Arena
-from preprocess.make.encoding import BatchEncoder, read_blanked_of
 from preprocess.make.engine import Engine
-from preprocess.make.fast import FastTokenizer
+from preprocess.make.helper_server import (
+    Done,
+    EndOfShard,
+    HelperFacts,
+    HelperServer,
+    NumLines,
+    SentBatch,
+)
 from preprocess.make.pieces import EncodedBatch
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.stretches import Stretch
-from preprocess.make.writer import ShardWriter
-from preprocess.read.documents import DocumentBatch, DocumentReader
+from preprocess.read.documents import DocumentBatch
 from preprocess.read.transform import bounded_reason
-from shardprep.errors import ReadWriteError, ShardprepError, Stopped
+from shardprep.errors import ReadWriteError, Stopped
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import Plan
 from shardprep.processes import die_with_parent, raise_on_stop_signals, stop_signals_wait
 
 ARENA_BYTES = 48 << 20  # four batches of short documents
-_GROWTH_BYTES = 64 << 20  # of gigatoken's cache of words, in each helper
 _ENDS_WITHIN_S = 5.0
 _FAILED = 70  # exit code of a helper that could not even say why
-
-Job = tuple[int, "Stretch | DocumentBatch"]  # shard, and what to encode
-
-
-@dataclass(frozen=True, kw_only=True)
-class HelperFacts:
-    """What a helper used for a shard."""
-
-    cpu_s: float
-    grown_bytes: int  # of memory, since it began
-    transform_cpu_s: float = 0.0
-    libraries: dict[str, str] = field(default_factory=dict)  # of the user's function
-
-
-@dataclass(frozen=True)
-class _NumLines:
-    number: int
-
-
-@dataclass(frozen=True)
-class _Batch:
-    pickled: bytes
-    parts: Any  # of the arena
-
-
-class _Done:
-    """A job is done."""
-
-
-class _EndOfShard:
-    """Ask for HelperFacts."""
 
 
 @dataclass
@@ -96,7 +64,7 @@ class _Helper:
         self.arena = Arena(ARENA_BYTES)
         self.pipe, theirs = Pipe()
         self.jobs: deque[_Outstanding] = deque()
-        self.inbox: deque[Any] = deque()  # _Batch, _Done, HelperFacts, or an exception
+        self.inbox: deque[Any] = deque()  # SentBatch, Done, HelperFacts, or an exception
         self.has_failed = False
         parent = os.getpid()
         with stop_signals_wait(), warnings.catch_warnings():
@@ -162,7 +130,7 @@ class Helpers:
         batch_bytes: int,
     ) -> None:
         """Fork them. The process must have loaded nothing that starts threads or processes but the engine."""
-        server = _Server(plan, folder, settings, engine, batch_bytes)
+        server = HelperServer(plan, folder, settings, engine, batch_bytes)
         self._helpers: list[_Helper] = []
         self._is_read, self._tell_read = Pipe(duplex=False)  # a byte for each job that was read
         try:
@@ -213,7 +181,7 @@ class Helpers:
                     self._receive(known)
                     continue
                 message = first.inbox.popleft()
-                if isinstance(message, _Batch):
+                if isinstance(message, SentBatch):
                     batch: EncodedBatch = first.arena.unpack(message.pickled, message.parts)
                     bad = batch.counts.bad
                     for number, each in enumerate(bad):
@@ -222,7 +190,7 @@ class Helpers:
                     del batch
                     if message.parts is not None:
                         first.arena.free()
-                elif isinstance(message, _Done):
+                elif isinstance(message, Done):
                     order.popleft()
                     first.jobs.popleft()
                 else:
@@ -232,7 +200,7 @@ class Helpers:
         """Return what each helper used for the shard that is over."""
         found = []
         for helper in self._helpers:
-            helper.send(_EndOfShard())
+            helper.send(EndOfShard())
         for helper in self._helpers:
             message = helper.receive()
             if isinstance(message, BaseException):
@@ -279,7 +247,7 @@ class Helpers:
                 continue
             helper = by_pipe[pipe]  # type: ignore[index]
             message = helper.receive()
-            if isinstance(message, _NumLines):
+            if isinstance(message, NumLines):
                 next(job for job in helper.jobs if job.num_lines is None).num_lines = message.number
                 known.tell()
                 continue
@@ -303,9 +271,6 @@ class _KnownLines:
             job.helper.send(self._num_lines)
             job.is_told = True
             self._num_lines += job.num_lines
-
-
-# In a helper. --------------------------------------------------------------------------------------------
 
 
 def _run_fork(
@@ -333,90 +298,3 @@ def _run_fork(
         code = 0  # the parent has ended
     finally:
         os._exit(code)
-
-
-@dataclass(frozen=True)
-class _Server:
-    """What a helper does."""
-
-    plan: Plan
-    folder: DataFolder
-    settings: WorkerSettings
-    engine: Engine
-    batch_bytes: int
-
-    def serve(self, pipe: Connection, arena: Arena) -> None:
-        """Do the jobs that come through the pipe, until it ends or one fails."""
-        FastTokenizer.uses_threads = False
-        FastTokenizer.max_growth_bytes = _GROWTH_BYTES
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        began_bytes = _peak_bytes()
-        try:
-            reader = DocumentReader.open_for_plan(self.folder, self.plan.options, self.settings.transform)
-            encoder, shard_id = None, -1
-            cpu_began_s = time.process_time()
-            transform_began_s = 0.0
-            while True:
-                job = pipe.recv()
-                if isinstance(job, _EndOfShard):
-                    facts = HelperFacts(
-                        cpu_s=time.process_time() - cpu_began_s, grown_bytes=_peak_bytes() - began_bytes
-                    )
-                    cpu_began_s = time.process_time()
-                    transform = reader.transform
-                    if transform is not None:
-                        transform.files.check_unchanged()
-                        used_s = transform.cpu_s - transform_began_s
-                        transform_began_s = transform.cpu_s
-                        facts = replace(facts, transform_cpu_s=used_s, libraries=transform.versions())
-                    pipe.send(facts)
-                    continue
-                if encoder is None or job[0] != shard_id:
-                    shard_id = job[0]
-                    encoder = self._encoder(shard_id)
-                documents = self._read(reader, job[1])
-                pipe.send(_NumLines(sum(each.num_lines for each in documents)))
-                num_lines: int = pipe.recv() - documents[0].first_line if documents else pipe.recv()
-                for each in documents:
-                    pipe.send(_Batch(*arena.pack(encoder.encode(each.moved(num_lines)))))
-                pipe.send(_Done())
-        except (Stopped, EOFError, BrokenPipeError):
-            raise
-        except BaseException as error:
-            pipe.send(_as_sent(error))
-            pipe.recv()  # until the parent ends it
-
-    def _encoder(self, shard_id: int) -> BatchEncoder:
-        writer = ShardWriter(self.folder, self.plan.spec, self.plan.options, shard_id)
-        blanked = read_blanked_of(self.plan, self.folder, shard_id)
-        return BatchEncoder(plan=self.plan, engine=self.engine, writer=writer, blanked=blanked)
-
-    def _read(self, reader: DocumentReader, stretch: Stretch | DocumentBatch) -> list[DocumentBatch]:
-        """Return the documents of a job, with lines that are numbered from any number."""
-        if isinstance(stretch, DocumentBatch):
-            documents = [reader.prepare(stretch, None)]
-        else:
-            read = reader.read_ranges(stretch, self.batch_bytes, keeps_reasons=True)
-            documents = list(read)
-        most = self.settings.max_batch_documents
-        if most is None:
-            return documents
-        parts: list[DocumentBatch] = []
-        for each in documents:
-            parts += each.parts(most)
-        return parts
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _as_sent(error: BaseException) -> BaseException:
-    """Return an error that the parent can raise."""
-    if isinstance(error, ShardprepError):
-        return error
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  our own
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

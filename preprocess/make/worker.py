@@ -44,7 +44,8 @@ from shardprep.format.plan_options import EngineName
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from preprocess.make.helpers import HelperFacts, Helpers
+    from preprocess.make.helper_server import HelperFacts
+    from preprocess.make.helpers import Helpers
 
 _MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
 _SLURM_VARIABLES = [
@@ -260,7 +261,7 @@ class Worker:
         transform = self._reader.transform
         if transform is None:
             return []
-        from preprocess.make.helpers import HelperFacts
+        from preprocess.make.helper_server import HelperFacts
 
         used_s = transform.cpu_s - transform_began_s
         return [HelperFacts(cpu_s=0, grown_bytes=0, transform_cpu_s=used_s, libraries=transform.versions())]

@@ -76,6 +76,7 @@ class RunReader:
     def _lay_out(self, round_: Round) -> Chunk:
         """Read a round: each slot takes a source's next samples at the ticks of the source in its pattern."""
         run = self._run
+        # pattern: the source of each sample, int64[samples of the slots, ticks of the round]
         pattern = np.repeat(run.pattern(round_, self._slots), run.order.group, axis=0)
         lengths = np.empty(pattern.shape, np.int32)
         num_cut = 0
@@ -83,7 +84,8 @@ class RunReader:
         documents = Ragged.empty(pattern.shape)
         rows = np.arange(len(pattern))[:, None]
         for number in np.unique(round_.sources).tolist():
-            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # ascending in each row
+            # columns: the ticks of this source, ascending, int64[samples of the slots, ticks of the source]
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)
             done = 0
             num_ticks = columns.shape[1]
             while done < num_ticks:
@@ -130,10 +132,12 @@ class _SourceReader:
             samples = self._samples
             reader = self._reader
             first, end = next(self._order.windows(tick))
-            self._window_ticks = epoch, first, end
+            self._window_ticks = (epoch, first, end)
             num_tokens = partial(samples.num_tokens, reader)
+            # numbers: int64[samples of the slots, ticks of the window]
             numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
-            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.num_offsets))
+            offset = self._order.offset(epoch, samples.num_offsets)
+            self._window = samples.read(reader, numbers, offset)
         stop = min(tick + most, end)
         chunk = self._window(tick - first, stop - first)
         if stop == end:

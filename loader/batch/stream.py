@@ -77,9 +77,8 @@ class BatchStream:
         self._num_workers: int = self.options.get("num_workers", 0)
         self._workers: list[_Worker] = []
         self._num_requests = 0  # positions that were sent to the workers
-        self._reader = RunReader(
-            self.run, self.samples, self.slots
-        )  # reads in this process if there are no workers
+        # Without workers, this process reads the chunks.
+        self._reader = RunReader(self.run, self.samples, self.slots)
         self._own_chunks: Iterator[Chunk] | None = None  # from this reader; None with workers
         self._next_start: Position | None = None  # where the next chunk begins; None within an epoch
         weakref.finalize(self, _end_workers, self._workers).atexit = False  # they end by themselves then

@@ -1,4 +1,4 @@
-"""A run of training: its sources, its stages, the samples of each step, and its state.
+"""A run of training: its sources, its stages, and the samples of each step.
 
 A run has one or more sources, each with its own order (order.py). A **tick** takes L samples, one for each of
 its L places; a training **step** is one or more ticks. A **stage** sets the weights of the sources and the

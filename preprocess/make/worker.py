@@ -2,9 +2,7 @@
 
 ``make_shard`` calls ``Worker.run_shard``, which calls ``Worker.make_in``. One thread reads the next batch of
 documents, a few threads encode batches and lay out their members, and the main thread writes them in order.
-
-``run_shards`` makes several shards on this machine. Each process loads the tokenizer once, and makes one
-shard after the other.
+With helpers (``helpers``), processes do the work of these threads. ``many`` makes several shards.
 """
 
 from __future__ import annotations

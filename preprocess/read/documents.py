@@ -329,13 +329,13 @@ def _render(documents: DocumentBatch, template: ChatTemplate) -> DocumentBatch:
     numbers: list[int] = []  # of the conversation of each document
     texts: list[bytes | UnusableText] = []
     spans: list[list[tuple[int, int]]] = []
-    for number, found in enumerate(rendered):
-        if isinstance(found, UnusableText):
+    for number, result in enumerate(rendered):
+        if isinstance(result, UnusableText):
             numbers.append(number)
-            texts.append(found)
+            texts.append(result)
             spans.append([])
             continue
-        for each in found:
+        for each in result:
             numbers.append(number)
             texts.append(each.text.encode())
             spans.append(each.spans)

@@ -10,14 +10,14 @@ import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import text_fields
 from preprocess.read.inputs import OpenInput, RangeReader
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, InputRecord, TextFields, UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import UsageError
 from shardprep.format.inputs import InputKind, input_kind
@@ -101,8 +101,9 @@ class InputRecords:
     sizes: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # bytes of a line, 1 for a row
     num_bytes: int  # bytes of the file that were read for these records
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # values beside the texts, by name
-    # Instead of texts and columns: objects with named fields, or why there is none.
-    records: Sequence[dict[str, Any] | UnusableText] | None = None
+    # Instead of texts and columns: the records themselves, or why there is none. documents.py takes texts,
+    # ids and sources out of them. It is the plain way; a format that finds texts sooner gives these.
+    records: Sequence[InputRecord | UnusableText] | None = None
 
 
 class Format(Protocol):

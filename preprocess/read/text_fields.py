@@ -18,6 +18,7 @@ from shardprep.format.plan_options import PlanOptions
 
 FieldPath = tuple[str, ...]
 JsonValue: TypeAlias = Any  # a str, int, float, bool, None, list or dict, as a parser of JSON gives it
+InputRecord: TypeAlias = dict[str, JsonValue]  # a document as its file has it: its fields by name
 Columns = dict[str, list[JsonValue]]  # beside the texts, by name: "id", "source", "record"
 # A longer document is left out. The limit is the same on all machines, so that the bytes of a shard are, too.
 MOST_DOCUMENT_BYTES = 64 << 20

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.read.code_files import CodeFiles
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, UnusableText, too_long
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, InputRecord, UnusableText, too_long
 from preprocess.read.user_code import UserCode
 from shardprep import LeaveOut
 from shardprep.errors import ReadWriteError, Refused, UsageError
@@ -96,7 +96,7 @@ class Transform:
 
     def texts(
         self,
-        documents: Iterable[tuple[dict[str, Any], int]],
+        documents: Iterable[tuple[InputRecord, int]],
         name: str,
         reasons: set[str] | None,
         *,
@@ -123,7 +123,7 @@ class Transform:
         self.load()
         return self._code.call(texts_in_thread)
 
-    def _result_of(self, fields: dict[str, Any], name: str, offset: int, reasons: set[str] | None) -> Any:
+    def _result_of(self, fields: InputRecord, name: str, offset: int, reasons: set[str] | None) -> Any:
         """Return what the function returns for a document, or why the document is left out."""
         place = f"{name}:{offset}"
         pickled = _pickled_if_nested(fields)
@@ -143,7 +143,7 @@ class Transform:
             raise ReadWriteError(f"{message}; {todo}", path=self.path)
         return UnusableText("transform_error", f"{self._describe(error)}, for {place}")
 
-    def _called(self, fields: dict[str, Any], name: str, offset: int) -> tuple[Any, BaseException | None]:
+    def _called(self, fields: InputRecord, name: str, offset: int) -> tuple[Any, BaseException | None]:
         """Call the function. Return its result, and the exception that it raised."""
         record = Record(fields)
         record.input_path = name
@@ -293,7 +293,7 @@ def _is_import(error: BaseException) -> bool:
     return isinstance(passing_error(error), ImportError)
 
 
-def _pickled_if_nested(fields: dict[str, Any]) -> bytes | None:
+def _pickled_if_nested(fields: InputRecord) -> bytes | None:
     """Return a copy of the fields if one of them can be changed in a record, which copies the top level."""
     for value in fields.values():
         if isinstance(value, (dict, list)):

@@ -22,7 +22,7 @@ from preprocess.read import formats, inputs
 from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
 from preprocess.read.inputs import OpenInput, RangeReader
-from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields, UnusableText, too_long
+from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, InputRecord, TextFields, UnusableText, too_long
 from shardprep.errors import BadInput, ReadWriteError, UsageError
 
 _MAGIC = b"WARC/"
@@ -108,7 +108,7 @@ class WebArchive:
         del fields  # documents.py takes them out of the records
         part = reader.byte_range
         counted_end = part.start
-        some: list[dict[str, Any] | UnusableText] = []
+        some: list[InputRecord | UnusableText] = []
         places: list[int] = []
         num_text_bytes = 0
         for place, record, num_bytes in self._records(reader):
@@ -125,7 +125,7 @@ class WebArchive:
         if some or counted_end < part.end:
             yield _of_records(some, places, part.end - counted_end)
 
-    def _records(self, reader: RangeReader) -> Iterator[tuple[int, dict[str, Any] | UnusableText, int]]:
+    def _records(self, reader: RangeReader) -> Iterator[tuple[int, InputRecord | UnusableText, int]]:
         """Yield (place, record, bytes of its text) of the documents of a part. Raises BadInput."""
         part = reader.byte_range
         if part.start == part.end:
@@ -172,7 +172,7 @@ def _refused_by_name(file: OpenInput, stream: _Span) -> Iterator[None]:
         raise inputs.unreadable(file, f"cannot be read as a web archive ({error})") from None
 
 
-def _document_of(record: Any) -> tuple[dict[str, Any] | UnusableText, int] | None:
+def _document_of(record: Any) -> tuple[InputRecord | UnusableText, int] | None:
     """Return the fields of a record and the bytes of its text, or None if it is no document."""
     is_text = record.record_type == WarcRecordType.conversion
     if not is_text and record.record_type != WarcRecordType.response:
@@ -191,7 +191,7 @@ def _document_of(record: Any) -> tuple[dict[str, Any] | UnusableText, int] | Non
         data = record.reader.read(MOST_DOCUMENT_BYTES + 1)
         if len(data) > MOST_DOCUMENT_BYTES:
             return too_long("the page"), 0
-    fields: dict[str, Any] = {name: record.headers.get(key) or "" for name, key in _HEADERS.items()}
+    fields: InputRecord = {name: record.headers.get(key) or "" for name, key in _HEADERS.items()}
     if not is_text:
         return {"html": data, **fields}, len(data)
     try:
@@ -200,7 +200,7 @@ def _document_of(record: Any) -> tuple[dict[str, Any] | UnusableText, int] | Non
         return UnusableText("undecodable", f"byte {error.start} of the record's text is not utf-8"), 0
 
 
-def _of_records(records: list[Any], places: list[int], num_bytes: int) -> InputRecords:
+def _of_records(records: list[InputRecord | UnusableText], places: list[int], num_bytes: int) -> InputRecords:
     starts = np.array(places, np.int64)
     return InputRecords(records=records, starts=starts, sizes=np.ones_like(starts), num_bytes=num_bytes)
 

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -317,7 +318,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.formats import InputRecords, Inspected, Start, texts_of
+from preprocess.read.formats import InputRecords, Inspected, Start
 
 
 def begins_of(data):
@@ -349,7 +350,7 @@ class Csv:
         cells = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
         rows = [row for row in range(1, len(begins)) if byte_range.start <= begins[row] < byte_range.end]
         yield InputRecords(
-            texts=texts_of([fields.text(dict(zip(cells[0], cells[row]))) for row in rows]),
+            records=[dict(zip(cells[0], cells[row])) for row in rows],
             starts=np.array(rows, np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
             num_bytes=byte_range.end - byte_range.start,
@@ -381,11 +382,11 @@ PLAIN_TEXT =""",
     ),
     (
         "preprocess/read/documents.py",
-        "        if transform is not None:\n",
+        "        if template is not None:\n",
         """        if self._fields.options.lowercase:
             lower = [text.lower() for text in documents.texts]
             documents = replace(documents, texts=Texts(lower))
-        if transform is not None:
+        if template is not None:
 """,
     ),
 ]
@@ -413,13 +414,17 @@ def test_the_recipes_add_an_input_format_and_a_plan_option(tmp_path: Path) -> No
         (copy / path).write_text(text.replace(old, new), encoding="utf-8")
     texts = [f'RECORD {number}:\nthe "kettle" sings, twice' for number in range(40)]
     with io.StringIO() as file:
-        csv.writer(file, lineterminator="\n").writerows([("id", "text"), *enumerate(texts)])
+        table = [(f"no. {number}", "ab"[number % 2], text) for number, text in enumerate(texts)]
+        csv.writer(file, lineterminator="\n").writerows([("id", "from", "text"), *table])
         world = World(tmp_path).raw({"a.psv": file.getvalue(), "b.txt": "one line\nanother line\n"})
     data, other = world.data_dir, World(tmp_path / "other").raw({"a.txt": "a line\n"})
+    function = tmp_path / "function.py"
+    function.write_text("def transform(record): return record['text'].removesuffix(', twice')\n")
+    of_fields = {"id_field": "id", "source_field": "from", "transform": function}
     commands: list[list[object]] = [
-        ["plan", *world.words_of_plan(num_shards=4), "--lowercase"],
-        *(["shard", "--shard_id", number, "--output_dir", data] for number in range(4)),
-        ["verify", data, "--deep"],
+        ["plan", *world.words_of_plan(num_shards=4, **of_fields), "--lowercase"],
+        *(["shard", "--shard_id", n, "--output_dir", data, "--transform", function] for n in range(4)),
+        ["verify", data, "--deep", "--transform", function],
         ["plan", *other.words_of_plan(num_shards=1)],
         ["peek", data, "--num", 99, "--chars", 0],
     ]
@@ -433,6 +438,15 @@ def test_the_recipes_add_an_input_format_and_a_plan_option(tmp_path: Path) -> No
     assert sum(each["counts"]["num_documents"] for each in world.manifests()) == len(texts) + 2
     for number in range(len(texts)):
         assert f"from a.psv row {number + 1}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
+    assert "sings" in shown
+    assert "twice" not in shown, "the function took it out"
+    kept = b"".join(path.read_bytes() for path in data.glob("ids/*")).decode()
+    assert all(f'"no. {number}"' in kept for number in range(len(texts)))
+    sources = Counter[str]()
+    for each in world.manifests():
+        for name, counts in each["counts"]["sources"].items():
+            sources[name] += counts["num_documents"]
+    assert (sources["a"], sources["b"]) == (20, 20)
     call_main("verify", data).ends(78, "lowercase")  # the original packages do not know the option
     twin = World(tmp_path / "twin", raw_dir=other.raw_dir).plan(num_shards=1)
     ids = [each.plan_json()["plan_id"] for each in (twin, other)]

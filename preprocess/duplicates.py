@@ -24,16 +24,14 @@ from preprocess.read.documents import DocumentReader
 from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_lines, quoted, with_progress
 from shardprep.errors import Refused, UsageError
-from shardprep.folders import Folder
 from shardprep.format import names
 from shardprep.format.blanked import blank_digests
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, name_of_place, read_digests
 from shardprep.format.done import done_manifests
 from shardprep.format.plan import Plan, need_plan
-from shardprep.output_folder import refuse_foreign_file
+from shardprep.output_folder import claim_file
 
-_NO_NAME = re.compile(r"(?!)")
 _LIST_BEGINS = re.compile(rb'"?at:')  # of a list of ``duplicates``
 _PART_DOCUMENTS = 1 << 23  # digests that are compared at once
 _HALF = np.uint64(32)  # bits
@@ -51,14 +49,6 @@ def duplicates_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", type=Path, required=True, help=text)
     add_given_inputs(parser)
     add("--json", action="store_true", help="print JSON for programs")
-
-
-def _refuse_foreign_list(path: Path) -> None:
-    """Raise Refused if a file is there that ``duplicates`` did not write. Remove what killed runs left."""
-    refuse_foreign_file(path, _LIST_BEGINS)
-    Folder(path.parent, writable=_NO_NAME).remove_temporaries(
-        path.name, older_than_s=publishing.STALE_AFTER_S
-    )
 
 
 class _Shard(NamedTuple):
@@ -85,7 +75,7 @@ def duplicates(args: argparse.Namespace) -> int:
                 same = f"{other} and {folder}, whose plan is the same"
                 raise UsageError(found=same, expected="each data set once")
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
-            _refuse_foreign_list(path)
+            claim_file(path, _LIST_BEGINS)
             # Open the list now, so that an error of its folder comes before the work.
             lists[folder] = opened.enter_context(publishing.PublishedFile(path))
             where = given.of(folder, plan)

@@ -33,6 +33,7 @@ from shardprep.foreign_tokenizer import LLAMA3_REGEX
 from shardprep.format.inputs import place_text
 from shardprep.format.plan_options import PlanOptions
 from shardprep.option_flags import add_flags_of, parse_size
+from shardprep.output_folder import remove_unfinished
 from shardprep.publishing import PublishedFolder, make_folder
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would slow down every merge
@@ -113,6 +114,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             trained.set_exception(error)
 
     make_folder(folder.parent, parents=True)
+    remove_unfinished(folder)
     with PublishedFolder(folder) as unfinished:
         # In a thread, because tokenizers reacts to Ctrl-C only after its last merge.
         threading.Thread(target=train, daemon=True).start()

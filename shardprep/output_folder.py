@@ -43,8 +43,10 @@ class OutputFolder(Folder):
             self.publish_equal(self._mark, content, what=what)
 
 
-def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
+def claim_file(path: Path, ours: re.Pattern[bytes]) -> None:
     """Check that a file may be replaced: the command wrote it, as ``ours`` matches where its own begin.
+
+    Also remove what killed runs left beside it.
 
     Raises Refused if another program wrote it, CannotWrite if it is a folder, and BrokenShard if it is a
     link or no regular file.
@@ -57,3 +59,10 @@ def refuse_foreign_file(path: Path, ours: re.Pattern[bytes]) -> None:
         expected = "a name for a new file, or a file that this command wrote"
         advice = "move it away"
         raise Refused(path=path, found="another file, which stays", expected=expected, advice=advice)
+    remove_unfinished(path)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove old temporaries that killed runs left beside a file or folder that they did not finish."""
+    folder = Folder(path.parent, writable=_NO_NAME)
+    folder.remove_temporaries(path.name, older_than_s=publishing.STALE_AFTER_S)

@@ -18,7 +18,7 @@ from shardprep.console import print_lines, say
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest
 from shardprep.format.plan import need_plan
-from shardprep.output_folder import refuse_foreign_file
+from shardprep.output_folder import claim_file
 from shardprep.publishing import publish_bytes
 from slurm.report_data import report_of
 from slurm.report_page import page_lines
@@ -49,7 +49,7 @@ def report(folder: Path, output: Path | None, *, is_json: bool) -> int:
         print_lines(*lines)
         return 0
     output = output or Path("report.html")
-    refuse_foreign_file(output, _REPORT_BEGINS)
+    claim_file(output, _REPORT_BEGINS)
     publish_bytes(output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {output}")
     return 0

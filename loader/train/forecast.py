@@ -23,7 +23,7 @@ from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.json_files import load_json
 from shardprep.option_flags import parse_size
-from shardprep.output_folder import refuse_foreign_file
+from shardprep.output_folder import claim_file
 from shardprep.publishing import publish_bytes
 
 _FOLLOWED_NODES = 2
@@ -88,7 +88,7 @@ def forecast(args: argparse.Namespace) -> int:
         raise UsageError.of_value("--step_s", args.step_s, "seconds above 0")
     disk_bytes = None if args.disk is None else parse_size(args.disk, "--disk", such_as="960G or 2T")
     if args.picture is not None:
-        refuse_foreign_file(args.picture, PICTURE_BEGINS)
+        claim_file(args.picture, PICTURE_BEGINS)
     state = None if args.state is None else find_state(args.state)
     world_size = args.world_size or 1
     proxy = None

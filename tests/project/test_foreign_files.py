@@ -329,6 +329,22 @@ def test_clean_removes_old_temporaries_of_each_folder(world: World, folder: str)
     assert young.exists()
 
 
+def test_report_and_train_tokenizer_remove_what_killed_runs_left_beside_their_output(world: World) -> None:
+    place = world.data_dir.parent
+    page, folder = place / ".page.html.host-1-0123abcd.tmp", place / ".trained.host-1-0123abcd.tmp"
+    page.touch()
+    folder.mkdir()
+    (folder / "tokenizer.json").touch()
+    young = place / ".page.html.host-2-0123abcd.tmp"
+    young.touch()
+    for path in (page, folder):
+        os.utime(path, (1, 1))
+    world.main("report", world.data_dir, output=place / "page.html").ends(0)
+    words = {"input_dir": world.raw_dir, "output_dir": place / "trained", "vocab_size": 300}
+    world.main("train_tokenizer", **words).ends(0)
+    assert [path.exists() for path in (page, folder, young)] == [False, False, True], "it may still run"
+
+
 def test_the_mark_of_a_planner_that_was_killed_here_makes_no_task_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 
 class InputFormat(NamedTuple):
-    """A format of input files, see docs/inputs.md. docs/architecture.md, "An input format", adds one."""
+    """A format of input files, see docs/inputs.md. CONTRIBUTING.md, "An input format", adds one."""
 
     suffixes: tuple[str, ...]  # lower case, the usual one first
     # Of an offset: a byte of the (decompressed) file, a row, or the byte of the file where a record begins.

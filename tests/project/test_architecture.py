@@ -1,4 +1,4 @@
-"""docs/architecture.md: allowed imports, heavy libraries that workers never load, and its recipes."""
+"""docs/architecture.md: allowed imports, heavy libraries that workers never load; recipes of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_a_process_that_makes_a_shard_imports_no_heavy_library(tmp_path: Path, f
         assert not HEAVY & {name.split(".")[0] for name in names}
 
 
-# The recipes of docs/architecture.md, carried out in a copy of the packages.
+# The recipes of CONTRIBUTING.md, carried out in a copy of the packages.
 
 CSV_MODULE = '''
 """``.psv`` with a header: a record is a document; line breaks within quotes end none."""

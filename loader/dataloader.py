@@ -103,10 +103,8 @@ def get_llama3_dataloader(
                 one is refused.
             cache_dir: folder for copies of the tars that URLs name. URLs need it.
             split: ``"validation"`` selects the documents that ``plan --validation_fraction`` held out,
-                ``"train"`` the others. A data set that is for validation as a whole is named so,
-                ``input_shards={"validation": ...}``, by its folder or by ``plan --split validation``. A
-                validation loader yields each document once, in the same order each epoch. Samples whose
-                labels are all -100 fill its last global batch.
+                ``"train"`` the others. A validation loader yields each document once, in the same order each
+                epoch. Samples whose labels are all -100 fill its last global batch.
 
         What a batch is:
             batch_size: samples per batch on each rank.
@@ -129,17 +127,16 @@ def get_llama3_dataloader(
                 (80_000, {...})]``. Each source has its own epochs, see ``loader.source_epochs``.
             weights_in: unit of the weights: ``"samples"`` or ``"tokens"``, by each source's mean length.
             amend: accept a state of other weights, sources or global batch sizes, which is otherwise refused.
-                The new weights, sources and sizes apply from the next border, at most 64 steps later. Until
-                then keep a dropped source in ``input_shards``, without a weight. Each new size must be a
-                multiple of the run's first size.
+                The new ones apply from the next border, at most 64 steps later. Until then keep a dropped
+                source in ``input_shards``, without a weight.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
             boundaries: keep attention inside each document of packed rows. ``"transformers"`` gives the
                 fields that ``model(**batch)`` of a transformers model needs for it, without
-                ``attention_mask``; ``check_boundaries(model, batch)`` checks that your model uses them. For
-                other models pass one or several of ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``.
-                The first label of each document is -100. Default: attention crosses documents.
+                ``attention_mask``. For other models pass one or several of ``"position_ids"``,
+                ``"segment_ids"``, ``"cu_seqlens"``. The first label of each document is -100. Default:
+                attention crosses documents.
             targets: with ``"same"`` labels equal the ids, for models that shift them, like transformers'.
                 With ``"shifted"`` ``labels[:, t]`` is the token after ``input_ids[:, t]``, for loops like
                 those of Megatron, nanoGPT and torchtitan; plan packed rows with a ``--seq_len`` one larger.

@@ -14,8 +14,7 @@ PAGE = ROOT / "docs" / "loader.md"
 HEAD = """\
 # Loader reference
 
-The arguments of `get_llama3_dataloader`, and what training loops use of the loader that it returns.
-[training.md](training.md) shows how to use them. `python -m tests.loader_reference` generates this page.
+[training.md](training.md) shows its use. `python -m tests.loader_reference` generates this page.
 
 ## At a glance
 
@@ -33,8 +32,7 @@ loader = get_llama3_dataloader(
 )
 ```
 
-The others have defaults, and are below by question. `input_shards`, `batch_size` and `model_id` may be
-passed by position. Names that torch's DataLoader has mean the same here.
+The others have defaults. Names that torch's DataLoader has mean the same here.
 
 ## Arguments of get_llama3_dataloader
 """
@@ -47,8 +45,7 @@ OF_LOOPS = {
 LOADER = """\
 ## The loader
 
-`help(type(loader))` prints all members, and `make docs` builds a page of them and of the other names of the
-package. Most loops use these:
+`help(type(loader))` prints all members, and `make docs` builds a page of them. Most loops use these:
 """
 MEMBERS_HEAD = """\
 # Members of the loader

@@ -1,4 +1,4 @@
-"""docs/architecture.md: allowed imports, heavy libraries that workers never load; recipes of CONTRIBUTING.md."""
+"""docs/architecture.md: allowed imports, heavy libraries of no worker; CONTRIBUTING.md: recipes."""
 
 from __future__ import annotations
 

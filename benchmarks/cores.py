@@ -3,6 +3,7 @@
     python benchmarks/peer_environments.py megatron_fast hf_datasets
     python benchmarks/cores.py [--mb 1000] [--repeats 3]
     python benchmarks/cores.py --quick         # a minute: little text, .jsonl, one repeat
+    python benchmarks/cores.py --mb 20 --formats jsonl --peers megatron_fast    # text that does not repeat
 
 A shard is made of one file of Korean or English text, repeated up to --mb, as .jsonl, .parquet and .jsonl.gz.
 A cell has wall seconds and, in brackets, CPU seconds of the whole process with its start: the median of the
@@ -24,7 +25,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,8 @@ from peer_environments import PEERS, missing_reason, peer_python
 NUM_CORES = (1, 2, 4, 8, 16)
 RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"]}
 FORMATS = ("jsonl", "parquet", "jsonl.gz")
-MEGATRON, DATASETS = "megatron_fast", "hf_datasets"
+DATASETS = "hf_datasets"
+COMPARED = ("megatron_fast", DATASETS)
 NUM_HELPERS = 3  # the fewest that a task has
 QUICK_MB = 25
 # Of --quick, whose shard is too small for helpers with stretches of the usual size.
@@ -129,7 +131,9 @@ def peer_case(name: str, label: str, raw: Path, output: Path, text: BenchmarkTex
     return Case(label=label, command=command, clear=clear)
 
 
-def cases_of(text: BenchmarkText, scratch: Path, num_bytes: int, formats: tuple[str, ...]) -> list[Case]:
+def cases_of(
+    text: BenchmarkText, scratch: Path, num_bytes: int, formats: Sequence[str], peers: Sequence[str]
+) -> list[Case]:
     """Write the text, plan the data sets, and return what is measured. Says which peers are missing."""
     cases = []
     for corpus in text.corpora[:2]:
@@ -140,7 +144,7 @@ def cases_of(text: BenchmarkText, scratch: Path, num_bytes: int, formats: tuple[
             for record in RECORDS:
                 label = f"**shardprep** {record}, {shown}"
                 cases.append(our_case(label, raw, scratch / record / name, record, text.tokenizer))
-            for peer in (MEGATRON, DATASETS):
+            for peer in peers:
                 reason = missing_reason(peer)
                 if suffix == "jsonl" and reason is None:
                     output = scratch / peer / name
@@ -167,11 +171,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=1000, help="of text in a shard (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="(default: all)")
+    parser.add_argument("--peers", nargs="*", choices=COMPARED, default=COMPARED, help="(default: all)")
     parser.add_argument("--quick", action="store_true", help="little text, .jsonl, one repeat")
     args = parser.parse_args()
     num_bytes = 1_000_000 * (QUICK_MB if args.quick else args.mb)
     num_repeats = 1 if args.quick else args.repeats
-    formats = FORMATS[:1] if args.quick else FORMATS
+    formats = FORMATS[:1] if args.quick else args.formats
     if args.quick:
         os.environ["SHARDPREP_STRETCH_BYTES"] = str(QUICK_STRETCH_BYTES)
     num_here = len(os.sched_getaffinity(0))
@@ -179,7 +185,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:
         scratch = Path(name)
         text = lay_out(scratch, min(num_bytes, 20_000_000))
-        cases = cases_of(text, scratch, num_bytes, formats)
+        cases = cases_of(text, scratch, num_bytes, formats, args.peers)
         tiny = our_case("start", text.ten_documents, scratch / "tiny", "packed", text.tokenizer)
         runs: dict[tuple[str, int], list[Usage]] = defaultdict(list)
         shares: dict[str, list[Share]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Helpers of a task: processes that read, encode and lay out stretches of its shard, one per core.
 
 Each is a fork of the task, made when the engine is loaded and nothing else is, so that they share its
-memory: a further core takes some 100 MB. The task gives them stretches in order, and gets batches that it
+memory: a further core takes some 150 MB. The task gives them stretches in order, and gets batches that it
 appends in order, so the shard has the same bytes as from one process. Batches lie in shared memory; only
 what is small goes through pipes.
 

@@ -38,6 +38,12 @@ def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray
     return state ^ state >> np.uint64(31)
 
 
+def hash_after(state: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
+    """Continue ``hash_ints`` with each value: ``hash_after(hash_ints(a), [b])`` is ``[hash_ints(a, b)]``."""
+    # At least one dimension: numpy warns of scalars that overflow.
+    return hash_array(np.atleast_1d(np.asarray(state, np.uint64)) + np.uint64(_GOLDEN), values)
+
+
 def permute(positions: Int64s, count: int, key: int) -> Int64s:
     """Apply a keyed permutation of ``range(count)`` to positions, in the same shape.
 

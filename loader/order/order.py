@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.order.hashes import Int64s, hash_array, hash_ints, permute, unpermute
+from loader.order.hashes import Int64s, hash_after, hash_array, hash_ints, permute, unpermute
 from shardprep.errors import UsageError
 
 ORDER_VERSION = 2
@@ -151,8 +151,9 @@ class Order:
             num_real = self.tick_samples - np.where(ticks + 1 < self.ticks_per_epoch, 0, self.num_fillers)
             return ticks * self.tick_samples + (slot * num_real // self.tick_samples)
         size = (end - start) * self.group
-        keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in slots]
-        shuffled = np.argsort(hash_array(np.array(keys, np.uint64), np.arange(size)), axis=1, kind="stable")
+        # keys: uint64[slots, 1], of (seed, epoch, _WINDOWS, slot, start)
+        keys = hash_after(hash_after(hash_ints(self.seed, epoch, _WINDOWS), slot), np.array([start]))
+        shuffled = np.argsort(hash_array(keys, np.arange(size)), axis=1, kind="stable")
         positions = (slot * self.ticks_per_epoch + start) * self.group + shuffled
         samples = self.samples_at(epoch, positions)
         if self.group == 1:

@@ -242,7 +242,7 @@ class TokenLoader(DataLoader[Batch]):
         lengths = {name: partial(self.samples[name].num_tokens, reader) for name, reader in readers.items()}
         means = {name: samples.mean_tokens for name, samples in self.samples.items()}
         try:
-            return Forecast(self.run, number, lengths).forecast(means)
+            return Forecast(self.run, number, means, lengths).forecast()
         finally:
             for reader in readers.values():
                 reader.close()

@@ -1,16 +1,20 @@
-"""What a node reads in the first steps of a run, from the real order, without opening a shard."""
+"""What a node reads in the first steps of a run: its workers follow the real order, and open no shard."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from loader.batch.run_reader import RunReader
 from loader.order.hashes import Int64s
 from loader.order.mixture import Position, Run
 from loader.order.order import share
+from loader.read.chunks import Chunk, Ragged, Window
 from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.read.samples import JoinedRows, Samples
 from shardprep.format.idx import IDX_DTYPES, idx_num_bytes
@@ -32,22 +36,55 @@ class ReadsForecast:
     idx_bytes: int  # of open shards, in memory
 
 
-class _Worker:
-    """The windows that a worker reads from one source."""
+class _Unread:
+    """Samples of a source that are not read: only the shards that a worker opens for them are noted."""
 
-    def __init__(self, run: Run, number: int, samples: Samples, slots: range) -> None:
-        self._order = run.sources[number].order
+    def __init__(self, samples: Samples) -> None:
         self._samples = samples
-        self._slots = slots
         self._open: OrderedDict[int, None] = OrderedDict()  # shards, the latest one last
-        self._window = (-1, -1)  # epoch and first tick of the newest one
+        self.num_opened = 0
+        self.num_samples = 0
+        self.window_samples = 0  # of the largest window
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+    def num_tokens(self, reader: object, samples: Int64s) -> Int64s:  # noqa: ARG002 - nothing is read
+        return np.zeros_like(samples)  # a window in another order is in the same shards
+
+    def read(self, reader: object, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
+        self.num_samples += samples.size
+        self.window_samples = max(self.window_samples, samples.size)
+        for shard in self._shards_of(samples, offset).tolist():
+            if shard not in self._open:
+                self.num_opened += 1
+                self._open[shard] = None
+            self._open.move_to_end(shard)
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)
+        lengths = np.zeros(samples.shape, np.int32)
+
+        def chunk_of(first: int, end: int) -> Chunk:
+            here = lengths[:, first:end]
+            return Chunk(lengths=here, ids=Ragged.of_joined(np.zeros(0, np.int32), here))
+
+        return chunk_of
+
+    def _shards_of(self, samples: Int64s, offset: int) -> Int64s:
+        """Return the shards of samples, ascending. A row that is packed at load may lie in several."""
+        joined = self._samples
+        if not isinstance(joined, JoinedRows):
+            return np.unique(joined.shards.shard_of(samples))
+        first = (offset + samples * joined.row_tokens) % joined.num_offsets
+        last = (first + joined.row_tokens - 1) % joined.num_offsets
+        return np.unique(np.searchsorted(joined.first_token, [first, last], side="right") - 1)
 
     def held(self) -> tuple[int, int]:
         """Return how many files are open, and the bytes of idx records in memory."""
-        num_files = num_bytes = 0
+        num_files = len(self._open)
+        num_bytes = 0
         for shard in self._open:
             part, row = self._samples.shards.locate(shard)
-            num_files += 1
             if part.records is not None:  # of a tar of another tool, whose samples were listed at the start
                 continue
             idx_bytes = int(part.num_samples[row]) * IDX_DTYPES[part.spec.kind].itemsize
@@ -56,56 +93,6 @@ class _Worker:
             else:
                 num_bytes += idx_bytes
         return num_files, num_bytes
-
-    @property
-    def window_samples(self) -> int:
-        num_ticks = min(self._order.window_ticks, self._order.ticks_per_epoch)
-        return len(self._slots) * self._order.group * num_ticks
-
-    def read(self, first: int, end: int) -> tuple[int, int]:
-        """Read ticks of the source. Returns how many shards are opened, and how many samples are read."""
-        num_opened = num_samples = 0
-        while first < end:
-            epoch, tick = divmod(first, self._order.ticks_per_epoch)
-            start, stop = next(self._order.windows(tick))
-            first += stop - tick
-            if (epoch, start) == self._window:
-                continue
-            self._window = (epoch, start)
-            samples = self._samples_in(epoch, start, stop)
-            num_samples += len(samples)
-            for shard in self._shards_of(epoch, samples).tolist():
-                if shard in self._open:
-                    self._open.move_to_end(shard)
-                    continue
-                num_opened += 1
-                self._open[shard] = None
-                if len(self._open) > MAX_OPEN_SHARDS:
-                    self._open.popitem(last=False)
-        return num_opened, num_samples
-
-    def _samples_in(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the samples of a window, in any order: int64[n]."""
-        order = self._order
-        if not order.shuffle:
-            return order.samples_of(epoch, self._slots, start, stop).reshape(-1)
-        # positions: int64[slots, samples of a slot]
-        within = np.arange((stop - start) * order.group)
-        slots = np.arange(self._slots.start, self._slots.stop)[:, None]
-        return order.samples_at(
-            epoch, (slots * order.ticks_per_epoch + start) * order.group + within
-        ).reshape(-1)
-
-    def _shards_of(self, epoch: int, samples: Int64s) -> Int64s:
-        """Return the shards of samples, ascending. A row that is packed at load may lie in several."""
-        if not isinstance(self._samples, JoinedRows):
-            return np.unique(self._samples.shards.shard_of(samples))
-        size = self._samples.row_tokens
-        offset = self._order.offset(epoch, self._samples.num_offsets)
-        tokens = (offset + samples * size) % self._samples.num_offsets
-        ends = (tokens + size - 1) % self._samples.num_offsets
-        both = np.concatenate([tokens, ends])
-        return np.unique(np.searchsorted(self._samples.first_token, both, side="right") - 1)
 
 
 def reads_of(
@@ -119,30 +106,32 @@ def reads_of(
 ) -> ReadsForecast:
     """Follow the workers of a node's ranks through the first steps of a run, at most its first epoch."""
     num_steps = min(num_steps, run.steps_in(0))
+    end = min(run.tick_of(Position(num_steps)), run.ticks_in(0))
     sample_bytes = {name: each.shards.tar_bytes / each.num_samples for name, each in samples.items()}
     opened = Counter[int]()  # by step
     num_bytes = 0.0
-    num_files = 0
     window_bytes = 0.0
+    num_files = 0
     idx_bytes = 0
     for rank in ranks:
         slots = share(range(run.order.num_slots), rank, world_size)
         of_rank = min(max(num_workers, 1), len(slots))
         for number in range(of_rank):
-            own = share(slots, number, of_rank)
-            workers = {
-                index: _Worker(run, index, samples[source.name], own)
-                for index, source in enumerate(run.sources)
-                if source.name in samples
-            }
-            for step, index, num_opened, num_samples in _reads(run, workers, num_steps):
-                opened[step] += num_opened
-                num_bytes += num_samples * sample_bytes[run.sources[index].name]
-            for index, worker in workers.items():
-                window_bytes += worker.window_samples * sample_bytes[run.sources[index].name]
-                files_of_worker, bytes_of_worker = worker.held()
-                num_files += files_of_worker
-                idx_bytes += bytes_of_worker
+            unread: dict[str, Any] = {name: _Unread(each) for name, each in samples.items()}
+            reader = RunReader(run, unread, share(slots, number, of_rank))
+            chunks = reader.chunks(0, 0, end, endless=False)
+            tick = 0
+            while tick < end:
+                step = bisect_right(range(num_steps), tick, key=lambda step: run.tick_of(Position(step))) - 1
+                num_before = sum(each.num_opened for each in unread.values())
+                tick += next(chunks).num_ticks
+                opened[step] += sum(each.num_opened for each in unread.values()) - num_before
+            for name, each in unread.items():
+                num_bytes += each.num_samples * sample_bytes[name]
+                window_bytes += each.window_samples * sample_bytes[name]
+                files_of_source, bytes_of_source = each.held()
+                num_files += files_of_source
+                idx_bytes += bytes_of_source
     return ReadsForecast(
         first_rank=ranks.start,
         num_ranks=len(ranks),
@@ -155,28 +144,6 @@ def reads_of(
         window_bytes=int(window_bytes),
         idx_bytes=idx_bytes,
     )
-
-
-def _reads(run: Run, workers: Mapping[int, _Worker], num_steps: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield what a worker reads: step, source, shards opened, samples."""
-    last = num_steps - 1
-    end = run.tick_of(Position(last)) + run.ticks_in_step(last)
-    step = tick = 0
-    while tick < end:
-        while run.tick_of(Position(step)) + run.ticks_in_step(step) <= tick:
-            step += 1
-        round_ = run.round_at(tick)
-        # One source alone is read window by window, and a mixture round by round.
-        is_alone = run.only_source_at(tick) is not None
-        stop = min(tick + 1 if is_alone else round_.end, end)
-        for index in np.unique(round_.sources).tolist():
-            first = int(round_.taken[index])
-            count = int((round_.sources == index).sum())
-            if is_alone:
-                first += tick - round_.first
-                count = stop - tick
-            yield step, index, *workers[index].read(first, first + count)
-        tick = stop
 
 
 def staged_bytes(samples: Mapping[str, Samples]) -> int:

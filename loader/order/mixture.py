@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loader.order.hashes import Int64s, hash_array, hash_ints
+from loader.order.hashes import Int64s, hash_after, hash_array, hash_ints
 from loader.order.order import ORDER_VERSION, Order
 from shardprep.errors import UsageError
 
@@ -308,16 +308,29 @@ class Run:
 
     def pattern(self, round_: Round, slots: range) -> Int64s:
         """Return the source of each slot at each tick of a round: int64[len(slots), ticks]."""
-        keys = [[hash_ints(self.seed, _PATTERN, round_.first, slot)] for slot in slots]
-        hashes = hash_array(np.array(keys, np.uint64), np.arange(len(round_.sources)))
+        # keys: uint64[slots, 1], of (seed, _PATTERN, first, slot)
+        slot = np.arange(slots.start, slots.stop)[:, None]
+        keys = hash_after(hash_ints(self.seed, _PATTERN, round_.first), slot)
+        hashes = hash_array(keys, np.arange(len(round_.sources)))
         return round_.sources[np.argsort(hashes, axis=1, kind="stable")]
+
+    def slot_ticks(self, tick: int) -> Int64s:
+        """Count the ticks of each source that each slot takes before a tick: int64[slots, sources]."""
+        round_ = self.round_at(tick)
+        num_within = tick - round_.first
+        # Where a round begins, all slots are at the same place in each source.
+        taken = np.tile(round_.taken, (self.order.num_slots, 1))
+        if (round_.sources == round_.sources[0]).all():
+            taken[:, round_.sources[0]] += num_within
+        elif num_within:
+            pattern = self.pattern(round_, range(self.order.num_slots))[:, :num_within]
+            for number in range(len(self.sources)):
+                taken[:, number] += (pattern == number).sum(axis=1)
+        return taken
 
     def _samples_before(self, tick: int) -> Int64s:
         """Count the samples of each source before a tick, including unused ticks: int64[sources]."""
-        round_ = self.round_at(tick)
-        pattern = self.pattern(round_, range(self.order.num_slots))[:, : tick - round_.first]
-        within = np.bincount(pattern.reshape(-1), minlength=len(self.sources)) * self.order.group
-        return round_.taken * self.tick_samples + within
+        return self.slot_ticks(tick).sum(axis=0) * self.order.group
 
     def source_samples(self, position: Position, since: int = 0) -> dict[str, int]:
         """Count the samples of each source from a step to a position, on all ranks together.

@@ -117,7 +117,7 @@ def forecast(args: argparse.Namespace) -> int:
             samples = loader.samples[source.name]
             run_bytes += source.num_delivered * samples.shards.tar_bytes // samples.num_samples
         if args.picture is not None:
-            publish_bytes(args.picture, picture(loader.run, num_steps).encode("utf-8", "replace"))
+            publish_bytes(args.picture, picture(run).encode("utf-8", "replace"))
     if args.json:
         answer = {**asdict(run), "run_bytes": run_bytes, "staged_bytes": num_bytes}
         answer["reads"] = [asdict(each) for each in reads]

@@ -1,8 +1,7 @@
 """A small run that repeats each source as often as a large one: the shards, weights and sizes of a proxy.
 
-Epochs of a source are its delivered samples per sample that it has. A proxy with ``scale`` of the samples and
-of the steps has the same epochs. Shards are whole, so a source has up to half a shard too few or too many.
-The forecast of the proxy's own loader has the exact epochs.
+A run with ``scale`` of the samples and of the steps has the same epochs. Shards are whole, so a source has
+up to half a shard too few or too many; the forecast of the proxy's own loader has the exact epochs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 
 from loader.order.forecast import RunForecast
 from loader.read.samples import Samples
-from loader.read.shards import DatasetShards, ShardSet
+from loader.read.shards import ShardSet
 from shardprep.errors import UsageError
 
 
@@ -24,56 +23,52 @@ class Proxy:
 
     num_steps: int
     input_shards: Mapping[str, list[str]]  # by source
-    weights: list[tuple[int, dict[str, float]]]  # of samples
+    weights: list[tuple[int, Mapping[str, float]]]  # of samples
     global_batch_size: list[tuple[int, int]]
 
 
 def proxy_of(
     large: RunForecast, samples: Mapping[str, Samples], *, scale: float, step_samples: int | None
 ) -> Proxy:
-    """Return the proxy of a run that ``forecast --json`` describes. Its sources are ``samples``.
+    """Return the proxy of a run whose sources are ``samples``. Raises UsageError.
 
-    ``step_samples``: its global batch size; None: as the large run's. Raises UsageError.
+    ``step_samples``: its global batch size; None: as the large run's.
     """
     sizes = {each.name: each.num_samples for each in large.sources}
     if sizes.keys() != samples.keys():
         expected = f"those of --like: {', '.join(sizes)}"
         raise UsageError(found=f"sources {', '.join(samples)}", expected=expected)
-    shards = {name: _first_shards(samples[name].shards, scale * size) for name, size in sizes.items()}
-    weights = list[tuple[int, dict[str, float]]]()
-    step_sizes = list[tuple[int, int]]()
-    begins = [stage.step for stage in large.stages]
+    weights = []
+    step_sizes = []
     wanted = 0.0  # samples of the proxy, to the end of the stage
     done = step = 0
-    for stage, begin, end in zip(large.stages, begins, [*begins[1:], large.num_steps], strict=True):
+    ends = [stage.step for stage in large.stages[1:]] + [large.num_steps]
+    for stage, end in zip(large.stages, ends, strict=True):
         size = step_samples or stage.global_batch_size
-        wanted += (end - begin) * stage.global_batch_size * scale
+        wanted += (end - stage.step) * stage.global_batch_size * scale
         num_steps = round((wanted - done) / size)
         if num_steps < 1:  # too short at this scale
             continue
-        weights.append((step, dict(stage.asked)))
+        weights.append((step, stage.asked))
         step_sizes.append((step, size))
         step += num_steps
         done += num_steps * size
     if not step:
         expected = "a scale that leaves at least one step, or a smaller --global_batch_size"
         raise UsageError.of_value("--scale", scale, expected)
+    shards = {name: _first_shards(samples[name].shards, scale * size) for name, size in sizes.items()}
     return Proxy(num_steps=step, input_shards=shards, weights=weights, global_batch_size=step_sizes)
 
 
 def _first_shards(shards: ShardSet, num_samples: float) -> list[str]:
-    """Return the paths of the first shards that have about so many samples: at least one shard."""
-    count = max(int(np.abs(shards.first_sample - num_samples).argmin()), 1)
+    """Return the first shards that have about so many samples, at least one: paths or patterns of tars."""
+    num_left = max(int(np.abs(shards.first_sample - num_samples).argmin()), 1)
     paths = []
-    for part, first in zip(shards.parts, shards.first_of_part.tolist(), strict=False):
-        if first < count:
-            paths += _paths(part, min(count - first, len(part.num_samples)))
+    for part in shards.parts:
+        ids = part.shard_ids[:num_left]
+        num_left -= len(ids)
+        if part.records is None and len(ids) > 1 and int(ids[-1] - ids[0]) == len(ids) - 1:
+            paths.append(f"{part.folder}/shard-{{{ids[0]:05d}..{ids[-1]:05d}}}.tar")
+        else:
+            paths += [str(part.path_of(row)) for row in range(len(ids))]
     return paths
-
-
-def _paths(part: DatasetShards, count: int) -> list[str]:
-    """Return the paths of the first shards of a part: a pattern, if their ids are consecutive."""
-    ids = part.shard_ids[:count]
-    if part.scanned_tar is None and count > 1 and int(ids[-1] - ids[0]) == count - 1:
-        return [f"{part.folder}/shard-{{{ids[0]:05d}..{ids[-1]:05d}}}.tar"]
-    return [str(part.path_of(row)) for row in range(count)]

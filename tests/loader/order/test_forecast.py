@@ -96,7 +96,7 @@ def test_a_forecast_counts_what_brute_force_counts(seed: int) -> None:
     run = random_run(drawn)
     num_steps = drawn.randint(1, 60)
     lengths = {source.name: lengths_of for source in run.sources}
-    forecast = Forecast(run, num_steps, lengths).forecast({})
+    forecast = Forecast(run, num_steps, {}, lengths).forecast()
     seen, second = delivered_by(run, num_steps)
     for source in forecast.sources:
         times = Counter(seen[source.name].values())

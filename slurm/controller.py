@@ -75,19 +75,22 @@ def submit_controller(options: SendOptions, state: DatasetState, request: JobReq
         return submit_script(script, *after)
 
     job_id = ask_patiently(submit_it, only=SlurmFull)
-    record_controller(state.folder, job_id)
+    shown = show_job(job_id)
+    record_controller(state.folder, job_id, shown.name, shown.submit_time)
     job_files.append_event(DataFolder(state.folder), options.command, jobs=job_ids, controller=job_id)
     print_lines(f"job {job_id}: {CONTROLLER_TEXT}")
 
 
-def record_controller(folder: Path, job_id: str) -> None:
-    """Record a controller, so that it is found after somebody renamed it."""
+def record_controller(folder: Path, job_id: str, name: str, submit_time: str) -> None:
+    """Record a controller, so that it is found after somebody renamed it.
+
+    ``submit_time``: of the controller, or of the job that was submitted just before it.
+    """
     data_dir = DataFolder(folder)
-    shown = show_job(job_id)
     record = job_files.Controller(
         job_id=job_id,
-        name=shown.name,
-        submit_time=shown.submit_time,
+        name=name,
+        submit_time=submit_time,
         identity=attempts.folder_identity(data_dir),
     )
     job_files.publish_controller(data_dir, record)

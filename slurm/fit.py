@@ -43,7 +43,7 @@ def controller_request(request: JobRequest, limits: Limits, input_bytes: int) ->
     mem_gb = CONTROLLER_MEM_GB
     if limits.mem_mb:
         mem_gb = min(mem_gb, math.floor(limits.mem_mb.number * 1000 / 1024) / 1000)
-    has_less = limits.default_mem_mb is not None and limits.default_mem_mb * num_cpus < 1024 * mem_gb
+    has_less = limits.default_mem_mb is not None and limits.default_mem_mb * num_cpus < 1000 * mem_gb
     if request.mem_per_cpu_gb is not None:
         return small.changed(mem_per_cpu_gb=mem_gb / num_cpus)
     if request.mem_gb is not None or request.num_cpus is None or has_less:

@@ -30,6 +30,10 @@ class Nodes:
         """Return whether a partition limits the time."""
         return any(each is not None for each in self.times_min)
 
+    def gives_whole_nodes(self) -> bool:
+        """Return whether the nodes of all partitions are given whole."""
+        return bool(self.sharing) and all(each.startswith("EXCLUSIVE") for each in self.sharing)
+
     def nodes_limit(self, name: str) -> Limit | None:
         """Return MinNodes or MaxNodes of the only partition, or None without one."""
         if len(self.partitions) != 1:

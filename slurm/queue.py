@@ -172,7 +172,7 @@ def _add_jobs_without_record(
         job = jobs[job_id]
         is_named_controller = job.name.endswith(CONTROL)
         recorded = controllers.get(job_id)
-        if recorded and _is_sent_as(job, recorded):
+        if recorded and _is_controller(job, recorded):
             queue.controllers.append(job_id)
         elif job.name.startswith(prefix):
             (queue.controllers if is_named_controller else queue.unrecorded).append(job_id)
@@ -200,6 +200,21 @@ def _is_sent_as(job: Job, sent: job_files.SentJob) -> bool:
     # A user may have renamed the job, but not to a name of another submission.
     is_renamed = is_same_time and not OUR_NAME.fullmatch(job.name)
     return (job.name == sent.name and (is_same_time or is_later)) or is_renamed
+
+
+def _is_controller(job: Job, sent: job_files.Controller) -> bool:
+    """Return whether a job with a recorded id is that controller.
+
+    The record may have the time of the job that was submitted just before it.
+    """
+    try:
+        sent_s = datetime.strptime(f"{sent.submit_time}+0000", f"{TIME_FORMAT}%z").timestamp()
+    except ValueError:  # a damaged record
+        return False
+    is_in_time = sent.submit_time <= job.submit_time <= _latest_submit_time(sent_s)
+    submit_time = job.submit_time if is_in_time else sent.submit_time
+    known = job_files.SentJob(job_id=sent.job_id, name=sent.name, submit_time=submit_time)
+    return _is_sent_as(job, known)
 
 
 def _is_start_of(record: AttemptRecord, job: Job, me: str) -> bool:

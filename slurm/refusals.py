@@ -1,6 +1,6 @@
 """Refuse jobs that Slurm would refuse, or would never start. A refusal names the job, the limit and the flag.
 
-What cannot be read is tried by ``sbatch --test-only``, once for each set of options.
+What cannot be read is tried by ``sbatch --test-only``, but not for a job that asks for no more than another.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardprep.console import counted, say
-from slurm.commands import SlurmRefused, run_slurm
+from slurm.commands import SlurmRefused, megabytes_of, run_slurm
 from slurm.limits import Limit, Limits
 from slurm.request import JobRequest
 
@@ -93,15 +93,15 @@ def options_of(what: str, request: JobRequest) -> list[str]:
 
 
 class Tester:
-    """Tries jobs with ``sbatch --test-only``, once for each set of options."""
+    """Tries jobs with ``sbatch --test-only``, but for those that ask for no more than one before."""
 
     def __init__(self) -> None:
-        self._passed: set[tuple[str, ...]] = set()
+        self._passed: list[list[str]] = []
 
     def check(self, what: str, request: JobRequest, script: str, limits: Limits) -> None:
         """Raise SlurmRefused if Slurm would refuse the script of a job, and name the job and what it asks."""
-        options = tuple(options_of(what, request))
-        if options in self._passed:
+        options = options_of(what, request)
+        if any(_asks_for_no_more(options, passed) for passed in self._passed):
             return
         try:
             run_slurm("sbatch", "--test-only", text=script)
@@ -114,12 +114,43 @@ class Tester:
             if fitting and all(map(_NODES_AWAY.search, fitting)) and is_about_nodes:
                 say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")
                 return
-            words = f"{error}. It is {what}, which asks for: {shlex.join(options)}"
-            if limits.nodes:
-                words += f"; a node has up to {limits.max_cpus} CPUs and {limits.max_mem_mb} MB"
-            if "--mem=0" in options:
-                words += "; where --mem is refused: --mem_per_cpu_gb"
-            if what in (VERIFY_JOB, CONTROLLER_JOB):
-                words += "; for other options of this job: --controller_args"
+            words = about_refused(error, what, request, limits)
             raise SlurmRefused(found=f"{words}. Nothing was written or submitted") from None
-        self._passed.add(options)
+        self._passed.append(options)
+
+
+def about_refused(error: SlurmRefused, what: str, request: JobRequest, limits: Limits) -> str:
+    """Return Slurm's words, which job it is, what it asks for, and the flags that change it."""
+    options = options_of(what, request)
+    words = f"{error}. It is {what}, which asks for: {shlex.join(options)}"
+    if limits.nodes:
+        words += f"; a node has up to {limits.max_cpus} CPUs and {limits.max_mem_mb} MB"
+    if "--mem=0" in options:
+        words += "; where --mem is refused: --mem_per_cpu_gb"
+    if what in (VERIFY_JOB, CONTROLLER_JOB):
+        words += "; for other options of this job: --controller_args"
+    return words
+
+
+def _asks_for_no_more(options: Sequence[str], passed: Sequence[str]) -> bool:
+    """Return whether a job with these options asks for no more than one that Slurm would take.
+
+    Its memory may be less, and its time longer, because the limits of time are known. If a site refuses it
+    for these, its submission says so. Fewer CPUs are tried: some sites refuse small jobs.
+    """
+    if len(options) != len(passed):
+        return False
+    for asked, had in zip(options, passed, strict=True):
+        name, _, value = asked.partition("=")
+        name_had, _, value_had = had.partition("=")
+        if name != name_had:
+            return False
+        is_less = name in _MEMORY_OPTIONS and _megabytes(value) <= _megabytes(value_had)
+        if value != value_had and name != "--time" and not is_less:
+            return False
+    return True
+
+
+def _megabytes(text: str) -> float:
+    """Return a size in MB. 0 stands for all memory of a node."""
+    return megabytes_of(text) or math.inf

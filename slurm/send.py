@@ -28,7 +28,7 @@ from slurm.commands import SlurmAway, SlurmFull, SlurmRefused, ask_patiently, ru
 from slurm.controller import record_controller
 from slurm.nodes import on_whole_nodes
 from slurm.request import SendOptions
-from slurm.sbatch import SubmittedJob, show_job, submit_script
+from slurm.sbatch import show_job, submit_script
 from slurm.site import Site
 from slurm.state import DatasetState
 from slurm.status import wait_for_jobs
@@ -92,14 +92,11 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
     folder.make_subfolder(LOGS_FOLDER)
     job_ids: list[str] = []
 
-    def submit_held(script: str, *words: str) -> SubmittedJob:
-        job_ids.append(submit_script(script, "--hold", *words))
-        return show_job(job_ids[-1])
-
     try:
         arrays = []
         for array in jobs.arrays:
-            shown = submit_held(array.script)
+            job_ids.append(submit_script(array.script, "--hold"))
+            shown = show_job(job_ids[-1])
             sent = JobArray(
                 job_id=shown.job_id,
                 name=shown.name,
@@ -112,7 +109,8 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
             arrays.append(sent)
         # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
         after = [*job_ids, *state.jobs_that_make_shards()]
-        shown = submit_held(jobs.verify_script, f"--dependency=afterany:{':'.join(after)}")
+        job_ids.append(jobs.verify.submit("--hold", f"--dependency=afterany:{':'.join(after)}"))
+        shown = show_job(job_ids[-1])
         submission = Submission(
             number=state.next_number,
             plan_id=state.plan.plan_id,
@@ -125,11 +123,11 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
             is_typed=options.is_typed,
         )
         controller = ""
-        if jobs.controller_script is not None:
+        if jobs.controller is not None:
             # Submitted before the release, so that a limit on jobs is noticed before any shard is made.
-            controller = submit_script(jobs.controller_script, f"--dependency=afterany:{':'.join(job_ids)}")
+            controller = jobs.controller.submit(f"--dependency=afterany:{':'.join(job_ids)}")
             job_ids.append(controller)
-            record_controller(state.folder, controller)
+            record_controller(state.folder, controller, jobs.controller.name, shown.submit_time)
         check_logs(folder, job_ids)
         job_files.publish_submission(folder, submission)
     except BaseException:

@@ -108,7 +108,7 @@ def find_limits(request: JobRequest, config: Mapping[str, str], *, has_memory: b
         max_array_size=int(config["MaxArraySize"]),
         nodes=nodes.nodes,
         larger_nodes=open_partitions(nodes.larger_elsewhere(), partitions, asked),
-        is_exclusive=bool(nodes.sharing) and all(each.startswith("EXCLUSIVE") for each in nodes.sharing),
+        is_exclusive=nodes.gives_whole_nodes() or partition.get("ExclusiveUser") == "YES",
         time_min=least([*of_partition["time_min"], *of_all.get("time_min", [])]),
         mem_mb=least([*of_partition["mem_mb"], *of_all["mem_mb"]]),
         num_cpus=least(of_all.get("num_cpus", [])),

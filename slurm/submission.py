@@ -12,10 +12,19 @@ from shardprep.format.names import id_ranges
 from slurm.commands import SlurmRefused
 from slurm.controller import controller_job
 from slurm.fit import request_of_small_jobs, verify_request
-from slurm.job_names import VERIFY, job_name_prefix
+from slurm.job_names import CONTROL, VERIFY, job_name_prefix
 from slurm.limits import Limits
-from slurm.refusals import CONTROLLER_JOB, TASKS, VERIFY_JOB, Tester, check_nodes, check_request
+from slurm.refusals import (
+    CONTROLLER_JOB,
+    TASKS,
+    VERIFY_JOB,
+    Tester,
+    about_refused,
+    check_nodes,
+    check_request,
+)
 from slurm.request import JobRequest, SendOptions
+from slurm.sbatch import submit_script
 from slurm.scripts import array_script, tasks_of_shards, verify_script
 from slurm.site import Site
 from slurm.state import DatasetState
@@ -44,18 +53,37 @@ class ArrayToSend:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmallJob:
+    """The verify job or the controller that would be sent."""
+
+    what: str
+    name: str
+    request: JobRequest
+    script: str
+    limits: Limits
+
+    def submit(self, *options: str) -> str:
+        """Submit it and return its id. Raises as ``submit_script`` does; a refusal names the job."""
+        try:
+            return submit_script(self.script, *options)
+        except SlurmRefused as error:
+            words = about_refused(error, self.what, self.request, self.limits)
+            raise SlurmRefused(found=f"{words}. All jobs of this submission were cancelled") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobsToSend:
     """Everything that would be sent: arrays, the verify job behind them, and the controller."""
 
     arrays: list[ArrayToSend]
-    verify_script: str
-    controller_script: str | None  # with --until_done
+    verify: SmallJob
+    controller: SmallJob | None  # with --until_done
     cluster: str
 
     def scripts(self) -> list[str]:
         """Return all scripts in the order of submission."""
-        last = [] if self.controller_script is None else [self.controller_script]
-        return [*(array.script for array in self.arrays), self.verify_script, *last]
+        last = [] if self.controller is None else [self.controller.script]
+        return [*(array.script for array in self.arrays), self.verify.script, *last]
 
 
 def render_jobs(
@@ -95,14 +123,17 @@ def render_jobs(
     script = verify_script(state.folder, name + VERIFY, state.plan.num_shards, verify)
     if not request.controller_args:  # which may name another partition
         check_nodes(verify, limits, VERIFY_JOB)
-    if limits.cluster:
-        tester.check(VERIFY_JOB, verify, script, limits)
-    last = None
+    verify_job = SmallJob(what=VERIFY_JOB, name=name + VERIFY, request=verify, script=script, limits=limits)
+    controller = None
     if options.until_done:
-        small, last = controller_job(options, state, request, limits)
-        if limits.cluster:
-            tester.check(CONTROLLER_JOB, small, last, limits)
-    return JobsToSend(arrays=arrays, verify_script=script, controller_script=last, cluster=limits.cluster)
+        small, script = controller_job(options, state, request, limits)
+        controller = SmallJob(
+            what=CONTROLLER_JOB, name=name + CONTROL, request=small, script=script, limits=limits
+        )
+    for job in (verify_job, controller):
+        if job is not None and limits.cluster:
+            tester.check(job.what, job.request, job.script, limits)
+    return JobsToSend(arrays=arrays, verify=verify_job, controller=controller, cluster=limits.cluster)
 
 
 def _render_array(

@@ -293,7 +293,8 @@ def test_until_done_waits_until_the_users_other_jobs_have_ended(desk: Desk, limi
 
 
 @pytest.mark.parametrize(
-    ("flags", "most"), [(("--until_done",), 11), ((), 9), (("--mem_gb", "1", "--until_done"), 12)]
+    ("flags", "most"),
+    [(("--until_done",), 10), ((), 9), (("--mem_gb", "4", "--time_min", "60", "--until_done"), 11)],
 )
 def test_a_submission_makes_few_calls_of_slurms_commands(
     desk: Desk, flags: tuple[str, ...], most: int
@@ -303,6 +304,27 @@ def test_a_submission_makes_few_calls_of_slurms_commands(
     names = ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel")
     calls = {name: desk.calls(name) for name in names}
     assert sum(map(len, calls.values())) == most, calls
+
+
+def test_a_small_job_that_is_refused_only_when_it_is_sent_is_named(desk: Desk) -> None:
+    """It asks for less than the tasks, so it is not tried before."""
+    refuses = "echo 'too small' >&2; exit 1"
+    desk.answers_by("sbatch", f"script=$(cat); [[ $script != *-control* ]] || {{ {refuses}; }}; "
+                              "printf '%s\\n' \"$script\" | REAL")  # fmt: skip
+    refusal = desk.slurm("submit", "--mem_gb", 4, "--until_done", code=2)
+    for words in ("too small", "the controller of --until_done", "--mem=1024M", "--controller_args"):
+        assert words in refusal
+    assert desk.calls("scancel") == ["1 2"]
+    assert not list((desk.data / "jobs").glob("*.json"))
+
+
+def test_nodes_that_only_one_user_may_share_count_as_whole_nodes(desk: Desk) -> None:
+    site(desk)
+    desk.answers("partition", "PartitionName=cpu QoS=N/A ExclusiveUser=YES\n")
+    shown = desk.slurm("submit", "--mem_gb", 1, "--dry_run")
+    assert "#SBATCH --exclusive\n" in shown
+    desk.answers("partition", "PartitionName=cpu QoS=N/A ExclusiveUser=NO\n")
+    assert "#SBATCH --exclusive\n" not in desk.slurm("submit", "--mem_gb", 1, "--dry_run")
 
 
 def test_limits_of_accounts_are_asked_for_only_where_slurm_enforces_them(desk: Desk) -> None:

@@ -719,6 +719,8 @@ def test_a_renamed_controller_is_cancelled_and_replaced_by_its_id_and_submit_tim
     assert (state["controller_jobs"], state["controller_lost"]) == (["3"], "")
     desk.slurm("cancel")
     assert desk.calls("scancel") == ["3"]
+    desk.queue(squeue_line("N/A", "PENDING", job="3", name="prep-control", submit="2026-11-22T01:52:09"))
+    assert desk.status()["controller_jobs"] == ["3"], "submitted some seconds after the verify job"
     for other in ({"submit": LATER}, {"name": "shardprep-ba9876543210-1.0-0"}, {"user": "kim"}):
         desk.queue(squeue_line("N/A", "PENDING", **{"job": "3", "name": "prep-control", **other}))
         desk.slurm("cancel")

@@ -99,6 +99,13 @@ class Program:
         except Stopped as error:
             say(f"error: {error}")
             return error.exit_code
+        except RuntimeError as error:
+            # A Stopped inside of a library that takes a lock makes it release a lock that it does not hold.
+            stopped = error.__context__
+            if not isinstance(stopped, Stopped):
+                raise
+            say(f"error: {stopped}")
+            return stopped.exit_code
         finally:
             before.restore()
 

@@ -480,10 +480,11 @@ class Folder:
         temporary = publishing.temporary_name(Path(last)).name
         path = Path(f"/proc/self/fd/{parent.fd}", temporary)
         try:
-            os.mkdir(temporary, dir_fd=parent.fd)
-        except OSError as error:
-            raise publishing.not_creatable(self.path_of(name), error) from None
-        try:
+            # Within this block, because a signal may come while mkdir runs.
+            try:
+                os.mkdir(temporary, dir_fd=parent.fd)
+            except OSError as error:
+                raise publishing.not_creatable(self.path_of(name), error) from None
             yield temporary, path
         finally:
             subfolder, _, _ = name.rpartition("/")

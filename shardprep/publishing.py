@@ -72,6 +72,7 @@ class PublishedFile:
         self._temporary_name = os.fspath(self.temporary if folder is None else self.temporary.name)
         self._owner = os.getpid()
         self._may_exist = True  # whether the temporary file may have to be removed
+        self._behind: _Behind | None = None  # set before a signal could have ``discard`` ask for it
         self._fd = -1
         try:
             self._fd = os.open(
@@ -87,7 +88,6 @@ class PublishedFile:
             self._set_direct(os.O_DIRECT)
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT requires
         self._num_buffered = 0
-        self._behind: _Behind | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -268,9 +268,16 @@ class PublishedFolder:
             self.temporary.mkdir()
         except OSError as error:
             raise not_creatable(self.path, error) from None
+        except BaseException:
+            # A signal can arrive while mkdir runs; then nobody holds the folder yet.
+            self._remove()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         with contextlib.suppress(OSError):  # rmtree raises some errors despite ignore_errors
             shutil.rmtree(self.temporary, ignore_errors=True)
 

@@ -21,6 +21,7 @@ from shardprep.errors import (
     CannotWrite,
     MissingShard,
     Refused,
+    Stopped,
     UsageError,
 )  # fmt: skip
 from shardprep.format import commands, done, names
@@ -130,6 +131,9 @@ def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | No
         pass
     except OSError as error:
         raise publishing.not_creatable(target.path_of(_MARK), error) from None
+    except Stopped:  # the signal may have come after the file was created
+        _remove_mark(target)
+        raise
 
 
 def _remove_mark(target: DataFolder) -> None:

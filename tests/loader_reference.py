@@ -32,7 +32,8 @@ loader = get_llama3_dataloader(
 )
 ```
 
-The others have defaults. Names that torch's DataLoader has mean the same here.
+The others have defaults. `input_shards`, `batch_size` and `model_id` may be passed by position.
+Names that torch's DataLoader has mean the same here.
 
 ## Arguments of get_llama3_dataloader
 """

@@ -71,12 +71,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _rank(item: pytest.Item) -> tuple[int, int]:
-    """Return when a test starts: first long modules on a cluster, which mostly wait, then other long ones."""
+    """Return when a test starts: first modules on a cluster, which mostly wait, then long ones, then others.
+
+    Of each, the largest files come first, so that no process works on a long module when the others are done.
+    """
     is_on_cluster = item.get_closest_marker("slurm") is not None
     is_long = item.get_closest_marker("long") is not None
-    if not is_long:
-        return 2, 0
-    return 0 if is_on_cluster else 1, -item.path.stat().st_size
+    turn = 2
+    if is_long:
+        turn = 0 if is_on_cluster else 1
+    return turn, -item.path.stat().st_size
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

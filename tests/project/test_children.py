@@ -25,6 +25,8 @@ from tests.forged import write_head
 from tests.held_children import Hold
 from tests.world import World, open_loader, save_tokenizer, tokenizer_dir
 
+pytestmark = pytest.mark.long
+
 PLACE = Path(__file__).parents[1] / "held"
 OURS = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 # Names that a process of ours may import, but for those that Python itself needs to run ``python -m``.

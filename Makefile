@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # More arguments for pytest: make test PYTEST_ARGS='-k tokenizer'
 PYTEST_ARGS ?=
 # Processes that test side by side; two of them mostly wait for Slurm. 0: none but pytest's own.
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 4
 # More arguments for the fault campaigns: make torture TORTURE_ARGS='--quick --only bit_flips'
 TORTURE_ARGS ?=
 # More arguments for the mutants: make mutants MUTANTS_ARGS='--num 400 --seed 1 --only loader/'

@@ -39,7 +39,7 @@ RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"
 FORMATS = ("jsonl", "parquet", "jsonl.gz")
 DATASETS = "hf_datasets"
 COMPARED = ("megatron_fast", DATASETS)
-NUM_HELPERS = 3  # the fewest that a task has
+NUM_HELPERS = 3  # even for small shards
 QUICK_MB = 25
 # Of --quick, whose shard is too small for helpers with stretches of the usual size.
 QUICK_STRETCH_BYTES = 500_000

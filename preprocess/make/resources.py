@@ -186,8 +186,10 @@ def worker_settings(given: dict[str, Any]) -> WorkerSettings:
 _DOCUMENT_STRETCH_BYTES = 1 << 20
 _ROW_STRETCH_BYTES = 4 << 20
 _HELPER_BYTES = 160 << 20  # of memory
-# On two cores the engine's own threads are faster: benchmarks/results.md#cores-of-a-task.
-_FEWEST_HELPERS = 3
+# Two helpers are as fast as threads for some 100 MB and faster for more, while three are faster at once:
+# benchmarks/results.md#cores-of-a-task.
+_LEAST_BYTES_OF_TWO = 128 << 20
+_FEWEST_HELPERS = 2
 _LEAST_HELPER_SHARE = 8  # stretches per helper; for fewer, the helpers' start is too long
 
 
@@ -210,10 +212,10 @@ def num_renderers(settings: WorkerSettings, num_cpus: int) -> int:
 
 
 def num_helpers(plan: Plan, shard: PlannedShard, settings: WorkerSettings, num_cpus: int) -> int:
-    """Return how many helpers should share the work on a shard: one per CPU, or 0 if there are too few.
+    """Return how many helpers should share the work on a shard: one per CPU, or 0 if threads are as fast.
 
-    On two CPUs threads are faster, and for small shards helpers take too long to start. A limit of documents
-    is counted in order, and conversations are rendered by a process of their own, so such shards have none.
+    For small shards helpers take too long to start. A limit of documents is counted in order, and
+    conversations are rendered by a process of their own, so such shards have none.
     """
     if num_cpus < _FEWEST_HELPERS or shard.max_documents is not None or plan.options.is_chat:
         return 0
@@ -221,4 +223,6 @@ def num_helpers(plan: Plan, shard: PlannedShard, settings: WorkerSettings, num_c
     if settings.memory_gb is not None:
         spare_bytes = int(settings.memory_gb * 2**30) - PROCESS_BYTES
         number = min(number, spare_bytes // _HELPER_BYTES)
+    if number == _FEWEST_HELPERS and shard.num_bytes < _LEAST_BYTES_OF_TWO:
+        return 0
     return number if number >= _FEWEST_HELPERS else 0

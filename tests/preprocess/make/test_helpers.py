@@ -96,6 +96,24 @@ def test_helpers_give_the_bytes_and_counts_of_one_process(
     assert not world.temporaries()
 
 
+def test_two_cores_have_helpers_for_a_large_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines are mostly spaces, which is quick to read."""
+    raw_dir = tmp_path / "raw"
+    raw_dir.mkdir()
+    with (raw_dir / "a.txt").open("w") as file:
+        for number in range(130):
+            file.write(f"document {number}" + " " * 2**20 + "\n")
+    world = planned(tmp_path, raw_dir, {"record": "packed", "seq_len": 64})
+    shards = []
+    for num_cpus, words in ((1, "1 CPU,"), (2, "2 CPUs with 2 helpers,")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, number=num_cpus: set(range(number)))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+        ended = world.main("--shard_id", 0, "--output_dir", world.data_dir, "--again").ends(0)
+        assert words in ended.err
+        shards.append((world.data_dir / "shard-00000.tar").read_bytes())
+    assert shards[0] == shards[1]
+
+
 def test_blanked_documents_are_the_same_from_helpers(
     tmp_path: Path, raw_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ def main() -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # faults have surrogates
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="try only a few faults of each kind")
+    parser.add_argument("--every_file", action="store_true", help="hostile_sets: all files, all commands")
     parser.add_argument("--num_faults", type=int, help="faults per file or command (default: 200)")
     parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="run this campaign (repeatable)")
     parser.add_argument("--form", action="append", choices=FORMS, help="use this data set form (repeatable)")
@@ -91,7 +93,10 @@ def _outcomes(
     for name, forms in forms_of.items():
         of_campaign = [data_set for data_set in data_sets if data_set.form in forms]
         num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _NUM_FAULTS)
-        campaign = CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults)
+        outcomes = CAMPAIGNS[name].outcomes
+        if name == "hostile_sets":
+            outcomes = partial(outcomes, every_file=args.every_file)
+        campaign = outcomes(of_campaign, num_faults=num_faults)
         yield from tqdm(campaign, name, mininterval=30, unit=" faults")
 
 

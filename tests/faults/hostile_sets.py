@@ -3,6 +3,17 @@
 Each file and each subfolder of a data set is replaced by a link, a FIFO, a device and the like, or forged
 with right hashes. Output folders have files of somebody else before a command writes there. A folder
 ``outside`` is the target of all links. No file in it may be read, changed or removed, and none may be added.
+
+The long form is a grid of kind of file, kind of damage, command and user, with one case of each class:
+- Files of one kind are written and read by the same code. Which shard or job they are of changes nothing.
+- A command meets a file if it makes a call on it in an undisturbed run, for what it does next depends on the
+  results of its calls alone. If it only lists the folder of the file, it can notice no more than its type.
+- Commands that read a data set by the same lines (three exports, two forms of ``blank``) take turns.
+- Who runs a command, and who owns the data set, decides which calls are allowed, but not what file is
+  refused: other users meet one damage of each sort (a link, what is no file, other content, a flipped bit).
+- The other form of data set differs in its shards, and a blanked one in its lists and shards. Links and such
+  are refused before it is known of what form a file is, so these files meet damage of the content.
+- With ``--every_file`` all files of all data sets meet all commands.
 """
 
 from __future__ import annotations
@@ -23,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -42,6 +54,8 @@ _QUICK_FAULTS = 8
 _QUICK_RUNS = 20
 _LARGE = re.compile(r"forged: .*(million|MB|GiB|10\^|2\^)")  # forgeries that take seconds to write or to read
 Change = Callable[[Path, "Outside"], object]  # of a path in the workplace
+User = Literal["", "owner", "other"]  # another user owns the data set, or runs the command
+_USERS: tuple[User, ...] = ("", "owner", "other")
 
 # Commands that read a finished data set, and those that write shards.
 _READERS = (
@@ -53,6 +67,8 @@ _OF_IDS = ("peek at id",)
 # They start processes, which takes seconds.
 _SLOW = ("run", "blank", "blank by id", "verify --deep")
 _WRITERS = ("shard again", "run again")
+# Commands that read a data set by the same lines.
+_READ_ALIKE = {**dict.fromkeys(EXPORTS, "export"), "blank by id": "blank"}
 _REFUSED_BLANKED = ("blank", *EXPORTS)  # undisturbed: all is blanked, and no other tool knows blanked ids
 _OTHER_DATA = ("load", "peek", "export", "overlap")  # commands that compare no hashes of tars, or of lists
 
@@ -140,6 +156,7 @@ class Attack:
     stage: Stage
     commands: Sequence[str]
     apply: Callable[[Path, Outside], object]  # called with the workplace
+    kind: str = ""  # of the damage
     hidden: str = ""  # what is attacked, below the workplace: it may differ from the undisturbed run
     may_differ: bool = False  # if the command ends with 0
     kept: str = ""  # an output folder whose files the command must neither replace nor remove
@@ -198,15 +215,17 @@ _OTHER_KINDS: dict[str, Change] = {
     "a hole of 3 GiB": _instead(_sparse),
 }
 _CHANGED_FILES: dict[str, Change] = {"3 GiB, mostly a hole": _sparse, "a flipped bit": _flipped}
+# In the grid: what a listing shows, what all users meet, and what is read before it is refused.
+_OF_TYPE = "a link to the folder outside"
+_OF_USERS = ("a link to a copy outside", "a FIFO", "a file", "a flipped bit")
+_OF_CONTENT = ("a link to a copy outside", "a file", "an empty file", *_CHANGED_FILES)
+_OF_FORM = re.compile("data/(shard|ids/|digests/|blanked)")  # kinds of files that differ by form or stage
 
 
 def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
     """Replace each file and subfolder of a data set by each kind."""
     data = data_set.templates / stage / "data"
-    # Of the second shard only the files that the first one has not.
-    paths = [path for path in sorted(data.rglob("*")) if "shard-00001" not in path.name]
-    paths += sorted((data / "quarantine").glob("*"))
-    names = [path.relative_to(data).as_posix() for path in paths]
+    names = [path.relative_to(data).as_posix() for path in sorted(data.rglob("*"))]
     names += ["findings.json", "ids", "blanked", "jobs/attempts/1_0.r0"]
     commands: tuple[str, ...] = (*_READERS, *_OF_IDS, *_WRITERS, *_SLOW)
     if data_set.form != "with_ids":
@@ -222,6 +241,7 @@ def _replacements(data_set: SmallDataSet, stage: Stage) -> Iterator[Attack]:
                 stage=stage,
                 commands=commands,
                 apply=partial(_apply_to, f"data/{name}", change),
+                kind=kind,
                 hidden=f"data/{name}",
             )
 
@@ -273,6 +293,8 @@ def _outputs() -> Iterator[Attack]:
                     stage=stage,
                     commands=(command,),
                     apply=partial(_put_foreign, f"{output}/{name}".rstrip("/"), change),
+                    kind=kind,
+                    hidden=f"{output}/{name}".rstrip("/"),
                     may_differ=True,
                     kept=output,
                 )
@@ -481,8 +503,17 @@ def _forgeries(data_set: SmallDataSet) -> Iterator[Attack]:
     has_ids = "--id_field" in data_set.options
     readers = ("load", "peek", "verify", "verify --fast", "stage", "status", "export hf", "clean", "shard")
 
-    def attack(words: str, apply: Callable[[Path, Outside], object], commands: Sequence[str]) -> Attack:
-        return Attack(words=f"forged: {words}", stage="full", commands=commands, apply=apply, may_differ=True)
+    def attack(
+        words: str, apply: Callable[[Path, Outside], object], commands: Sequence[str], name: str = ""
+    ) -> Attack:
+        return Attack(
+            words=f"forged: {words}",
+            stage="full",
+            commands=commands,
+            apply=apply,
+            hidden=f"data/{name}" if name else "",
+            may_differ=True,
+        )
 
     for words, change in _idx_forgeries():
         forge = lambda place, _, change=change: _rewrite_idx(change, place / "data")  # noqa: E731
@@ -503,7 +534,7 @@ def _forgeries(data_set: SmallDataSet) -> Iterator[Attack]:
             "deep nesting": "[" * 500 + "]" * 500,
         }.items():
             forge = partial(_many_values, name, file_format, values)
-            yield attack(f"{name} has {words}", forge, (*readers, "report", "blank"))
+            yield attack(f"{name} has {words}", forge, (*readers, "report", "blank"), name)
     for words, content in _HITS.items():
         yield attack(f"a hit of overlap: {words}", partial(_hit_lines, content), ("overlap in data",))
     yield attack("a deep temporary folder", _nested_folder, ("clean", "stage", "blank", "plan", "shard"))
@@ -579,68 +610,163 @@ def _without_first_shard(data_set: SmallDataSet) -> None:
     (data_set.place / "data" / "index.json").unlink(missing_ok=True)
 
 
-def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
-    """Attack each file of each data set and each output folder, then run each command that may meet it.
+def outcomes(
+    data_sets: Sequence[SmallDataSet], *, num_faults: int, every_file: bool = False
+) -> Iterator[Outcome]:
+    """Attack each kind of file of a data set and each output folder, then run each command that meets it.
 
-    ``num_faults``: with a small number, each attack meets one command, and only some are tried.
+    ``num_faults``: with a small number, only some are tried. ``every_file``: try each file with each command.
     """
     is_quick = num_faults <= _QUICK_FAULTS
-    runs: list[tuple[SmallDataSet, Attack, str]] = []
     for data_set in data_sets:
         data_set.place.parent.chmod(0o755)  # other users reach the workplace
         _add_all_files(data_set, is_quick=is_quick)
-        attacks = [*_replacements(data_set, "full"), *_outputs(), *_forgeries(data_set)]
-        if not is_quick:
-            attacks += _replacements(data_set, "blanked")
-        chosen = list(_runs(attacks, num_faults))
-        if data_set.form == "best_fit":  # its rows have documents in any order
-            chosen = [run for run in chosen if run[1] != "peek at place"]
-        if is_quick:
-            fast = [run for run in chosen if run[1] not in _SLOW and "again" not in run[1]]
-            fast = [run for run in fast if not _LARGE.match(run[0].words)]
-            chosen = fast[:: max(1, len(fast) // _QUICK_RUNS)]
-        runs += [(data_set, attack, command) for attack, command in chosen]
+    if is_quick:
+        runs = [run for data_set in data_sets for run in _quick_runs(data_set)]
+    elif every_file:
+        runs = _runs_of_every_file(data_sets)
+    else:
+        runs = list(_grid(data_sets))
     if not is_quick:  # in a random order, so that a campaign that is stopped has tried some of each kind
         random.Random(0).shuffle(runs)
         print(f"hostile_sets: {len(runs):,} runs", file=sys.stderr)
-    for number, (data_set, attack, command) in enumerate(runs):
-        yield _attacked(data_set, attack, command, user=_user_of(number, command))
+    for run in runs:
+        yield _attacked(run)
 
 
-def _user_of(number: int, command: str) -> str:
-    """Return whether another user runs the command, or owns the data set, in the run of this number."""
-    if os.getuid() != 0:
-        return ""
+class _Run(NamedTuple):
+    data_set: SmallDataSet
+    attack: Attack
+    command: str
+    user: User = ""
+
+
+def _quick_runs(data_set: SmallDataSet) -> list[_Run]:
+    """Return a few runs; each attack meets one command."""
+    attacks = [*_replacements(data_set, "full"), *_outputs(), *_forgeries(data_set)]
+    runs: list[_Run] = []
+    for attack in attacks:
+        fast = [command for command in attack.commands if command not in _SLOW and "again" not in command]
+        if fast and not _LARGE.match(attack.words):
+            runs.append(_Run(data_set, attack, random.Random(attack.words).choice(fast)))
+    runs = [run for run in runs if _is_possible(run)]
+    chosen = runs[:: max(1, len(runs) // _QUICK_RUNS)]
+    by_turns: list[User] = [*_users(), "", "", "", ""]
+    return [run._replace(user=by_turns[number % len(by_turns)]) for number, run in enumerate(chosen)]
+
+
+def _runs_of_every_file(data_sets: Sequence[SmallDataSet]) -> list[_Run]:
+    runs: list[_Run] = []
+    for data_set in data_sets:
+        attacks = [*_replacements(data_set, "full"), *_outputs(), *_forgeries(data_set)]
+        attacks += _replacements(data_set, "blanked")
+        for attack in attacks:
+            for command in attack.commands:
+                runs.extend(_Run(data_set, attack, command, user) for user in _users())
+    return [run for run in runs if _is_possible(run)]
+
+
+def _grid(data_sets: Sequence[SmallDataSet]) -> Iterator[_Run]:
+    """Yield one run of each class (see above)."""
+    for data_set in data_sets:
+        is_main = data_set.form == "with_ids" or len(data_sets) == 1
+        yield from _grid_of_files(data_set, "full", is_main=is_main)
+        if is_main:
+            yield from _grid_of_files(data_set, "blanked", is_main=False)
+            yield from _grid_of_outputs(data_set)
+        for attack in _forgeries(data_set):
+            if not is_main and not attack.words.startswith("forged: an idx"):
+                continue
+            for command in attack.commands:
+                run = _Run(data_set, attack, command)
+                if _is_possible(run) and (not attack.hidden or _meeting(run) == "calls"):
+                    yield run
+
+
+def _grid_of_files(data_set: SmallDataSet, stage: Stage, *, is_main: bool) -> Iterator[_Run]:
+    """``is_main``: whether all files meet all damage by all users."""
+    seen: set[tuple[str, ...]] = set()
+    for attack in _replacements(data_set, stage):
+        file = _kind_of_file(attack.hidden)
+        if not is_main and (attack.kind not in _OF_CONTENT or not _OF_FORM.match(file)):
+            continue
+        turns = random.Random(attack.words).sample(attack.commands, len(attack.commands))
+        for command in turns:
+            run = _Run(data_set, attack, command)
+            if not _is_possible(run):
+                continue
+            meeting = _meeting(run)
+            one = (file, attack.kind, _READ_ALIKE.get(command, command), meeting)
+            if one in seen or not meeting or (meeting == "lists" and attack.kind != _OF_TYPE):
+                continue
+            seen.add(one)
+            yield run
+            is_of_all = is_main and meeting == "calls" and attack.kind in _OF_USERS
+            for user in _users()[1:] if is_of_all else ():
+                if _is_possible(run._replace(user=user)):
+                    yield run._replace(user=user)
+
+
+def _grid_of_outputs(data_set: SmallDataSet) -> Iterator[_Run]:
+    for attack in _outputs():
+        for command in attack.commands:
+            run = _Run(data_set, attack, command)
+            # A name that a command does not write may still be one that must not be there.
+            if _meeting(run) != "calls" and attack.kind not in ("a file", "a link outside"):
+                continue
+            yield run
+            if attack.kind == "a file" and _is_possible(run._replace(user="other")):
+                yield run._replace(user="other")
+
+
+def _kind_of_file(name: str) -> str:
+    name = re.sub(r"shard-\d+(\.[0-9a-f]+)?", "shard", name)
+    return re.sub(r"\d{4}-\d+", "job", name)
+
+
+def _meeting(run: _Run) -> Literal["calls", "lists", ""]:
+    """Return whether the command makes a call on what is attacked, or lists its folder, when undisturbed."""
+    expected = _undisturbed(run)
+    name = f"/{run.attack.hidden}"
+    meeting: Literal["lists", ""] = ""
+    for call in expected.calls:
+        path = os.path.normpath(call.path)
+        if path == name or path.startswith(f"{name}/"):
+            return "calls"
+        if call.op == "readdir" and path == os.path.dirname(name):  # noqa: PTH120
+            meeting = "lists"
+    return meeting
+
+
+def _undisturbed(run: _Run) -> Undisturbed:
+    name = run.command.removesuffix(" again")
+    return run.data_set.undisturbed(name, run.attack.stage, _prepare_of(run.command))
+
+
+def _prepare_of(command: str) -> Callable[[SmallDataSet], object]:
+    return _without_first_shard if command.endswith(" again") else _nothing
+
+
+def _users() -> tuple[User, ...]:
+    return _USERS if os.getuid() == 0 else ("",)
+
+
+def _is_possible(run: _Run) -> bool:
+    if run.data_set.form == "best_fit" and run.command == "peek at place":
+        return False  # its rows have documents in any order
     # Another user may not be able to start this Python.
-    may_be_other = command not in _SLOW and "run" not in command
-    return {5: "other" if may_be_other else "owner", 6: "owner"}.get(number % 7, "")
+    starts_python = run.command in _SLOW or "run" in run.command
+    return run.user in _users() and not (run.user == "other" and starts_python)
 
 
-def _runs(attacks: Sequence[Attack], num_faults: int) -> Iterator[tuple[Attack, str]]:
-    """Yield attacks with commands, a share of them if ``num_faults`` is below 200."""
-    for number, attack in enumerate(attacks):
-        chosen = list(attack.commands)
-        slow = [command for command in chosen if command in _SLOW or "run" in command]
-        # Commands that start processes meet one attack of each kind only.
-        fast = [command for command in chosen if command not in slow]
-        num_kept = min(len(fast), max(1, len(fast) * num_faults // 200))
-        fast = random.Random(attack.words).sample(fast, num_kept)
-        if slow and (not fast or number % 4 == 0):
-            fast.append(slow[(number // 4) % len(slow)])
-        for command in dict.fromkeys(fast):
-            yield attack, command
-
-
-def _attacked(data_set: SmallDataSet, attack: Attack, command: str, *, user: str) -> Outcome:
-    """Run a command on an attacked workplace, and judge it. ``user``: "other" runs it, or is the "owner"."""
+def _attacked(run: _Run) -> Outcome:
+    """Run a command on an attacked workplace, and judge it."""
+    data_set, attack, command, user = run
     place, outside = data_set.place, Outside(data_set.place.parent / "outside")
-    is_again = command.endswith(" again")
-    name = command.removesuffix(" again")
-    prepare = _without_first_shard if is_again else _nothing
-    expected = data_set.undisturbed(name, attack.stage, prepare)
+    expected = _undisturbed(run)
     data_set.reset(attack.stage)
     outside.make()
-    prepare(data_set)
+    _prepare_of(command)(data_set)
     attack.apply(place, outside)
     if user == "owner":
         for path in (place / "data").rglob("*"):
@@ -651,7 +777,7 @@ def _attacked(data_set: SmallDataSet, attack: Attack, command: str, *, user: str
     kept = _entries(place / attack.kept) if attack.kept else {}
     around = _names_around(place)
     outside.remember()
-    ended = data_set.start(name, partial(_limited, is_other=user == "other")).end()
+    ended = data_set.start(command.removesuffix(" again"), partial(_limited, is_other=user == "other")).end()
 
     def judge() -> Verdict:
         outside.check(place)

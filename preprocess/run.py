@@ -12,7 +12,7 @@ from typing import Any
 
 from lustre import released_lines
 from preprocess.make import resources
-from preprocess.make.attempt import missing_shards
+from preprocess.make.attempt import clean_done_shards
 from preprocess.make.log_lines import amounts_line
 from preprocess.make.many import run_shards
 from preprocess.make.parts import Part, PartQueue, ShardQueue, find_part, time_of_file_system
@@ -112,7 +112,7 @@ def _shards_to_make(
     if makes_again:
         return ShardQueue(wanted[part.number :: part.num_parts]), len(wanted)
     if part.is_alone:
-        missing = missing_shards(folder, plan.plan_id, wanted)
+        missing = clean_done_shards(folder, plan.plan_id, wanted)
         return ShardQueue(missing), len(missing)
     queue = PartQueue(folder, plan, wanted, part)
     return queue, max(queue.num_missing, len(queue.left(0)))

@@ -31,7 +31,7 @@ from shardprep.files import WRITE_BYTES, FileStamp, close_read, open_regular
 
 STALE_AFTER_S = 24 * 3600
 # A random one, or a mark, see ``preprocess/make/attempt.py`` and ``preprocess/plan/task_plan.py``.
-TEMPORARY_NAME = re.compile(r"\..+(?:-\d+-[0-9a-f]{8}|\.begun|\.again|\.claimed)\.tmp")
+TEMPORARY_NAME = re.compile(r"\..+(?:-\d+-[0-9a-f]{8}|\.begun|\.second|\.claimed)\.tmp")
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:

@@ -98,9 +98,6 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("if len(lines) and lines[-1] >= 10**8", "if (not (len(lines) and lines[-1] >= 10 ** 8))", SPEED),
         ("np.arange(30, -1,", "np.arange(30, -(2),", "the last number is 0 in both cases"),
     ],
-    "preprocess/make/writer.py": [
-        ("not self._found_no_mark or", "(self._found_no_mark) or", SPEED),
-    ],
     "shardprep/format/done.py": [
         ("_MAX_FINDINGS_BYTES = 64", "_MAX_FINDINGS_BYTES = (65)", LIMIT),
         ("_NUM_THREADS = 8", "_NUM_THREADS = (9)", SPEED),

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from preprocess.make.attempt import marks_of, missing_shards
+from preprocess.make.attempt import clean_done_shards, marks_of
 from shardprep.errors import UsageError
 from shardprep.format.attempts import Failure, bad_inputs_of_job
 from shardprep.format.data_folder import DataFolder
@@ -142,7 +142,7 @@ class PartQueue(ShardQueue):
         self.bad: dict[int, Failure] = {}  # that failed in other parts, and would fail here, too
         self.num_missing = len(self._unmade())
         # Each part checks the files of its own shards, and relies on the names of the others.
-        missing = missing_shards(folder, plan.plan_id, self._own)
+        missing = clean_done_shards(folder, plan.plan_id, self._own)
         super().__init__(shards_of_part(missing, self._sizes, Part()))
 
     def begins_at(self, began: float) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import shardprep
 from preprocess.make import resources
-from preprocess.make.attempt import finished_manifest
+from preprocess.make.attempt import clean_if_done
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.encoding import BatchEncoder, read_blanked_of
 from preprocess.make.in_order import in_order
@@ -59,7 +59,7 @@ def make_shard(
     # Open the plan. If the shard is done, nothing else is loaded.
     plan = need_plan(folder).at(settings.input_dir)
     shard = plan.shard(shard_id)
-    if finished_manifest(folder, plan.plan_id, shard_id) and not settings.again:
+    if clean_if_done(folder, plan.plan_id, shard_id) and not settings.again:
         say(f"shard {shard_id:05d} is done already")
         return 0
     say(input_line(plan, shard))
@@ -168,7 +168,7 @@ class Worker:
         try:
             return self.make_in(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
-            manifest = finished_manifest(self.folder, self.plan.plan_id, shard.shard_id)
+            manifest = clean_if_done(self.folder, self.plan.plan_id, shard.shard_id)
             # With --again the manifest may be the one that this attempt should replace.
             if manifest is None or self.settings.again:
                 raise

@@ -11,7 +11,6 @@ quarantine, ids, digests, manifest) and their folders.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from preprocess.make.attempt import make_mark, marks_of, remove_marks, remove_temporaries_of
+from preprocess.make.attempt import AttemptMark, end_other_attempts
 from preprocess.make.counts import Counting
 from preprocess.make.members import DocumentMembers
 from preprocess.make.packing import starts_of
@@ -61,19 +60,14 @@ class ShardWriter:
         self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
         self._side_files: dict[str, publishing.PublishedFile] = {}  # ids and digests, if they are kept
         self._validation: list[TarPiece] = []  # their records and digests come after all others
+        self._mark = AttemptMark(folder, shard_id)
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> ShardWriter:
-        folder, shard_id = self._folder, self._shard_id
-        begun, self._again = marks_of(shard_id)
-        ours = [begun]  # before it is created: a signal may come in between
+        shard_id = self._shard_id
         with self._files as opened:
-            opened.callback(weakref.finalize(self, remove_marks, folder, ours))
-            self._found_no_mark = make_mark(folder, begun)
-            if not self._found_no_mark:
-                ours.clear()
-                make_mark(folder, self._again)
-                remove_temporaries_of([shard_id], folder, older_than_s=publishing.STALE_AFTER_S)
+            opened.callback(self._mark.release)
+            self._mark.make()
             self._tar = self._file(names.tar_name(shard_id))
             if self._writes_behind:
                 self._tar.write_behind()
@@ -190,8 +184,8 @@ class ShardWriter:
                 self._folder.sync(subfolder)
         self._folder.sync()
         self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())
-        if not self._found_no_mark or self._folder.status_of(self._again) is not None:
-            remove_temporaries_of([self._shard_id], self._folder)
+        if self._mark.others_came():
+            end_other_attempts(self._folder, self._shard_id)
         return manifest
 
     def quarantine(self) -> publishing.PublishedFile | None:

@@ -36,7 +36,7 @@ _WRITABLE = re.compile(
     | (?: tokenizer | jobs | jobs/attempts | jobs/logs | overlap ) / {_NAME}
     | transform (?: / {_NAME} )+
     | {"|".join(SUBFOLDERS)}
-    | \.shard-\d{{5}} \. (?: begun | again ) \.tmp | \.(?:plan|index)\.json\.claimed\.tmp
+    | \.shard-\d{{5}} \. (?: begun | second ) \.tmp | \.(?:plan|index)\.json\.claimed\.tmp
     | verify  # a folder that exists under a temporary name only
     """,
     re.VERBOSE | re.ASCII,

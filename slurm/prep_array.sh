@@ -218,20 +218,36 @@ else
     step+=(--cpus-per-task="$num_cpus")
   fi
 fi
+# srun ends with this code if it could not begin the step, so that nothing of it ran: slurmctld was away, or refused it.
+# No worker, shell or signal has this code. With any other one the work began, and is not begun again here.
+no_step=199
 # srun does not inherit --cpus-per-task. --export=ALL is needed after `sbatch --export=NONE`.
-srun "${step[@]}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
-  ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$start" \
-  "${shardprep_command[@]}" "$@" &
-srun_pid=$! stage=work
-
-# A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the worker's exit code.
-until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
-((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
+run_step() {
+  SLURM_EXIT_ERROR=$no_step srun "${step[@]}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
+    ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$start" \
+    "${shardprep_command[@]}" "$@" &
+  srun_pid=$! stage=work
+  # A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the worker's exit code.
+  until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+  ((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
+}
+# A slurmctld that restarts takes a minute, and one that is away may take an hour. If it answers, but lets no step begin,
+# that is tried three times in all.
+num_refused=0 delay_s=5 until_s=$((SECONDS + 3600))
+while run_step "$@"; ((rc == no_step && num_signals == 0)); do
+  stage=start srun_pid=""
+  if scontrol show job "$SLURM_JOB_ID" >/dev/null 2>&1; then num_refused=$((num_refused + 1)); fi
+  ((num_refused < 3 && SECONDS < until_s)) || break
+  say "srun could not begin $what, see its messages above; trying again in $delay_s s"
+  sleep "$delay_s" &
+  wait "$!" || true
+  delay_s=$((delay_s < 30 ? 2 * delay_s : 60))
+done
 if ((rc && num_tasks > 1)) && [[ -n $record && ! -e $record ]]; then # the task that sees all shards made removes it
   say "a task ended with exit code $rc, and the others made its shards"
   rc=0
 fi
-if ((rc == 255)); then # not a code of the worker
+if ((rc == 255 || rc == no_step)); then # not codes of the worker
   say "$what did not start: srun failed, see its messages above"
   rc=75 stage=start
 elif ((rc >= 128)); then # killed by a signal; Slurm mangles such codes

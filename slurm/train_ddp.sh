@@ -158,12 +158,30 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     ;;
   *) say "SHARDPREP_LAUNCHER is $SHARDPREP_LAUNCHER, expected srun or torchrun"; exit 2 ;;
 esac
-srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${container[@]}"} \
-  bash -c "$launch" bash "${command[@]}" "$@" &
-srun_pid=$!
-# A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the program's exit code.
-until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
-((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
+# srun ends with this code if it could not begin the step, so that nothing of it ran: slurmctld was away, or refused it.
+# No shell or signal has this code; a rank that has it leaves a file. slurmctld may take an hour to come back; if it
+# answers, but lets no step begin, that is tried three times in all.
+no_step=199 num_refused=0 delay_s=5 until_s=$((SECONDS + 3600))
+while :; do
+  SLURM_EXIT_ERROR=$no_step srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${container[@]}"} \
+    bash -c "$launch" bash "${command[@]}" "$@" &
+  srun_pid=$!
+  # A trapped signal interrupts `wait`. Repeat it until no signal came: only then it returns the program's exit code.
+  until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+  ((rc >= 0)) || rc=75 # bash may lose the code of a program that ends just as a signal comes
+  if ((rc != no_step)) || compgen -G "$SHARDPREP_CODE_FILE-*" >/dev/null; then break; fi
+  if scontrol show job "$SLURM_JOB_ID" >/dev/null 2>&1; then num_refused=$((num_refused + 1)); fi
+  rc=75
+  if ((num_refused == 3 || SECONDS >= until_s)) || was_asked_to_stop; then
+    say "srun could not begin the program, see its messages above"
+    break
+  fi
+  say "srun could not begin the program, see its messages above; trying again in $delay_s s"
+  sleep "$delay_s" &
+  wait "$!" || true
+  ! was_asked_to_stop || break
+  delay_s=$((delay_s < 30 ? 2 * delay_s : 60))
+done
 
 code_file=$(find "$place" -maxdepth 1 -type f -user "$EUID" -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)
 first=$(dd if="$code_file" iflag=nofollow,nonblock bs=400 count=1 status=none 2>/dev/null | tr -d '\0') || true

@@ -24,6 +24,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import end_of, free_port, run_child
+from tests.slurm.fake_slurm import SRUN as SRUN_ALONE
 from tests.slurm.fake_slurm import Desk
 from tests.waiting import wait_until
 
@@ -36,6 +37,63 @@ REPLACED = {137: 75, 255: 75}  # Slurm mangles these: a killed worker, and one t
 @pytest.mark.parametrize("code", [0, 2, 65, 66, 73, 74, 75, 78, *REPLACED])
 def test_a_task_ends_with_the_exit_code_of_its_worker_unless_slurm_mangles_it(desk: Desk, code: int) -> None:
     desk.task(code=REPLACED.get(code, code), srun=f"exit {code}")
+
+
+# Fails like the real srun while slurmctld is away, as often as a file has lines.
+AWAY = """printf x >>PLACE/tries
+[[ $(wc -l <PLACE/failures) -lt $(wc -c <PLACE/tries) ]] || exit "${SLURM_EXIT_ERROR:-1}"
+WORK"""
+SLEEP = 'printf "%s\\n" "$1" >>PLACE/sleeps; [[ ! -e PLACE/signal ]] || kill -"$(<PLACE/signal)" "$PPID"'
+
+
+def start_again(
+    desk: Desk, *, num_failures: int, code: int, is_away: bool = False, work: str = "exit 0"
+) -> tuple[int, list[str], str]:
+    """Run a task whose srun fails before any work. Return the number of tries, the sleeps and the log."""
+    place = shlex.quote(str(desk.place))
+    (desk.place / "failures").write_text("\n" * num_failures)
+    for name in ("tries", "sleeps"):
+        (desk.place / name).unlink(missing_ok=True)
+    sleep = desk.place / "bin" / "sleep"
+    sleep.write_text("#!/bin/bash\n" + SLEEP.replace("PLACE", place))
+    sleep.chmod(0o755)
+    if is_away:
+        (desk.place / "away").touch()
+    log = desk.task(srun=AWAY.replace("PLACE", place).replace("WORK", work), code=code)
+    sleeps = (desk.place / "sleeps").read_text().split() if (desk.place / "sleeps").exists() else []
+    return len((desk.place / "tries").read_text()), sleeps, log
+
+
+def test_a_task_that_begins_while_slurmctld_is_away_waits_for_it(desk: Desk) -> None:
+    tries, sleeps, log = start_again(desk, num_failures=6, code=0, is_away=True, work=SRUN_ALONE)
+    assert (tries, sleeps) == (7, ["5", "10", "20", "40", "60", "60"])
+    assert log.count("trying again in") == 6
+    assert (desk.data / "shard-00000.tar").exists()
+
+
+def test_a_step_that_slurmctld_refuses_is_tried_three_times(desk: Desk) -> None:
+    tries, sleeps, log = start_again(desk, num_failures=9, code=75)
+    assert (tries, sleeps) == (3, ["5", "10"])
+    assert "shard 0 did not start: srun failed" in log
+    (failure,) = desk.status()["failures"]
+    assert failure["cause"].startswith("srun")
+
+
+@pytest.mark.parametrize("code", [1, 2, 65, 75, 137, 255])
+def test_work_that_failed_is_not_begun_again(desk: Desk, code: int) -> None:
+    """Whether srun could begin it at once or not."""
+    for num_failures in (0, 1):
+        ends = REPLACED.get(code, code)
+        tries, _, _ = start_again(desk, num_failures=num_failures, code=ends, work=f"exit {code}")
+        assert tries == num_failures + 1
+
+
+@pytest.mark.parametrize("signal_name", ["TERM", "USR1"])
+def test_a_signal_ends_the_wait_for_slurmctld(desk: Desk, signal_name: str) -> None:
+    (desk.place / "signal").write_text(signal_name)
+    tries, sleeps, _ = start_again(desk, num_failures=9, code=75, is_away=True)
+    assert (tries, sleeps) == (1, ["5"])
+    assert "signal=" + signal_name in (desk.data / "jobs" / "attempts" / "7_0.r0").read_text()
 
 
 def test_a_task_refuses_missing_files_by_name(desk: Desk) -> None:
@@ -516,6 +574,23 @@ def test_training_evaluates_no_text_in_place_of_a_number(tmp_path: Path, name: s
     for value in NOT_NUMBERS:
         assert name in train(tmp_path, "exit 75", code=2, **{name: value})
     assert not list(tmp_path.rglob("RAN"))
+
+
+def test_a_training_that_begins_while_slurmctld_is_away_waits_for_it(tmp_path: Path) -> None:
+    """If slurmctld answers and refuses the step, three tries are all."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sleep").write_text("#!/bin/bash\n")
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    fails = 'printf x >>../tries; [[ $(wc -c <../tries) -gt NUM ]] || exit "${SLURM_EXIT_ERROR:-1}"; exit 3'
+    log = train(tmp_path, fails.replace("NUM", "2"), code=3)
+    assert log.count("trying again in") == 2
+    (tmp_path / "tries").unlink()
+    train(tmp_path, fails.replace("NUM", "9"), code=75)
+    assert (tmp_path / "tries").read_text() == "xxx"
+    (tmp_path / "tries").unlink()
+    train(tmp_path, "printf x >>../tries; echo '199 0 n1' >.code-7-0-0; exit 199", code=75)
+    assert (tmp_path / "tries").read_text() == "x", "this rank began"
+    assert not (tmp_path / "requeued").exists()
 
 
 SAVED = {

@@ -1,10 +1,10 @@
 """Send tasks to Slurm: held, then recorded, then released.
 
 All checks are made and all scripts are rendered before anything is sent, so ``--dry_run`` prints exactly what
-would be sent. A submission has two phases, so that no job runs without a record: the jobs are submitted held,
-their record is written to DATA/jobs, and then they are released. A kill in between leaves held jobs, which do
-nothing. Of two submissions at once only one can write its record; the other one cancels its jobs and fails.
-If Slurm refuses the number of tasks, half as many are tried.
+would be sent. A submission has two phases, so that no job runs without a record: arrays are submitted held,
+their record is written to DATA/jobs, and then they are released. Verify and controller wait for the arrays. A
+kill in between leaves jobs that wait, and do nothing. Of two submissions at once only one can write its
+record; the other one cancels its jobs and fails. If Slurm refuses the number of tasks, half are tried.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def send_groups(
 def _send_or_show(
     options: SendOptions, state: DatasetState, groups: Sequence[Group], site: Site
 ) -> tuple[Submission, str] | None:
-    """Submit all jobs held, with half as many tasks as long as Slurm refuses their number.
+    """Submit all jobs, the arrays held, with half as many tasks as long as Slurm refuses their number.
 
     Returns the record and the controller's job id. --dry_run prints the scripts and returns None.
     """
@@ -83,10 +83,10 @@ def _send_or_show(
 
 
 def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> tuple[Submission, str]:
-    """Submit all jobs held, and return the written record and the controller's job id ("" without one).
+    """Submit the arrays held, and the jobs that wait for them.
 
-    If a step before the record fails, the submitted jobs are cancelled. Raises ReadWriteError, SlurmRefused,
-    SlurmAway.
+    Returns the written record and the controller's job id ("" without one). If a step before the record
+    fails, the submitted jobs are cancelled. Raises ReadWriteError, SlurmRefused, SlurmAway.
     """
     folder = DataFolder(state.folder)
     folder.make_subfolder(LOGS_FOLDER)
@@ -109,7 +109,7 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
             arrays.append(sent)
         # The verify job also waits for arrays of earlier submissions, but not for their verify jobs.
         after = [*job_ids, *state.jobs_that_make_shards()]
-        job_ids.append(jobs.verify.submit("--hold", f"--dependency=afterany:{':'.join(after)}"))
+        job_ids.append(jobs.verify.submit(f"--dependency=afterany:{':'.join(after)}"))
         shown = show_job(job_ids[-1])
         submission = Submission(
             number=state.next_number,
@@ -131,9 +131,13 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
         check_logs(folder, job_ids)
         job_files.publish_submission(folder, submission)
     except BaseException:
-        if job_ids:
-            with contextlib.suppress(ShardprepError):
-                run_slurm("scancel", *job_ids)
+        num_arrays = len(jobs.arrays)
+        with contextlib.suppress(ShardprepError):
+            # First those that wait for the arrays: they would begin as soon as these are gone. If Slurm does
+            # not answer, the arrays stay held, and nothing begins.
+            for ids in (job_ids[num_arrays:], job_ids[:num_arrays]):
+                if ids:
+                    run_slurm("scancel", *ids)
         raise
     # Kept for people to read: Slurm deletes its own copies.
     for job_id, script in zip(job_ids, jobs.scripts(), strict=True):
@@ -143,14 +147,14 @@ def _send_held(options: SendOptions, state: DatasetState, jobs: JobsToSend) -> t
 
 
 def _release(state: DatasetState, submission: Submission) -> None:
-    """Let the jobs begin, now that they are recorded. If slurmctld does not answer, it is asked again."""
-    ids = ",".join(job.job_id for job in submission.jobs)
+    """Let the arrays begin, now that they are recorded. If slurmctld does not answer, it is asked again."""
+    ids = ",".join(array.job_id for array in submission.arrays)
     try:
         try:
             ask_patiently(partial(run_slurm, "scontrol", "release", ids))
         except SlurmRefused:  # only some may be released; a release once more changes nothing
-            for job in submission.jobs:
-                ask_patiently(partial(run_slurm, "scontrol", "release", job.job_id))
+            for array in submission.arrays:
+                ask_patiently(partial(run_slurm, "scontrol", "release", array.job_id))
     except (SlurmAway, SlurmRefused) as error:
         advice = "The jobs are recorded and held; fix the cause, then release them"
         remedy = f"scontrol release {ids}"

@@ -184,7 +184,7 @@ class Site(NamedTuple):
     says: str = ""
     sends: Sequence[str] = (ALL,)
     cancels: Sequence[str] = ()
-    releases: Sequence[str] = ("1,2",)
+    releases: Sequence[str] = ("1",)  # verify waits for the array
     records: Mapping[str, object] = {}  # of the array
 
 
@@ -219,7 +219,7 @@ SITES = {
     # For example an account without hours, if the site makes Slurm refuse its jobs.
     "refused however few": Site(TOO_MANY, flags=("--time_min=90",), ends=2, says="--time=90", **NOTHING),
     "no room for the controller": Site(
-        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("1 2",), releases=("3,4",)),
+        NO_ROOM, flags=("--until_done",), sends=(ALL, *FEW), cancels=("2", "1"), releases=("3",)),
     # Slurm's message is the same for drained nodes and nodes that never fit.
     "drained nodes": Site(
         f'[[ "$*" != *--test-only* ]] || {NO_SUCH_NODE}; exec REAL', says="Requested node",
@@ -273,11 +273,20 @@ def test_the_second_of_two_simultaneous_submits_cancels_its_jobs(desk: Desk) -> 
     copies = shlex.join(["cp", str(record), str(place)])
     desk.answers_by("sbatch", f"[[ $1 != --parsable ]] || {copies}; exec REAL")
     desk.slurm("submit", code=74)
-    assert (desk.calls("scancel"), desk.released()) == (["1 2"], [])
+    assert (desk.calls("scancel"), desk.released()) == (["2", "1"], []), "first what waits for the array"
     assert place.read_bytes() == record.read_bytes()
     assert list(place.parent.glob("*.json")) == [place]
     desk.queue(squeue_line("0-4", "PENDING", "Priority", job="7"))
     desk.slurm("submit")  # finds nothing left to send
+
+
+def test_if_the_waiting_jobs_cannot_be_cancelled_the_array_stays_held(desk: Desk) -> None:
+    """Without the array they would begin, and no record says so."""
+    desk.answers_by("scancel", f"REAL; {NO_ANSWER}")
+    desk.answers_by("sbatch", NO_ROOM)
+    desk.slurm("submit", "--until_done")
+    assert desk.calls("scancel") == ["2"]
+    assert desk.released() == ["3"]
 
 
 def test_the_verify_job_runs_after_all_tasks_with_time_for_all_bytes(desk: Desk) -> None:

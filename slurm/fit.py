@@ -22,14 +22,26 @@ def request_of_small_jobs(request: JobRequest) -> JobRequest:
 
 def verify_request(request: JobRequest, limits: Limits, input_bytes: int) -> JobRequest:
     """Return the request of a job that verifies all bytes, as much of it as the limits allow."""
-    num_cpus = min(4, request.num_cpus or 4)
+    num_cpus = min(4, request.num_cpus or 4, limits.most_cpus or 4)
     num_cpus = max(num_cpus, limits.min_cpus.number if limits.min_cpus else 1)
     small = request.changed(cpus_per_task=num_cpus, max_parallel=1)
+    if request.mem_gb is not None:
+        small = small.changed(mem_gb=min(request.mem_gb, _most_memory_gb(limits)))
+    if request.mem_per_cpu_gb is not None:
+        most_gb = _most_memory_gb(limits, num_cpus)
+        small = small.changed(mem_per_cpu_gb=min(request.mem_per_cpu_gb, most_gb))
     if request.time_min is None:
         return small
     wanted_min = request.time_min + math.ceil(input_bytes / _VERIFIED_BYTES_PER_S / 60)
     most_min = limits.time_min.number if limits.time_min else wanted_min
     return small.changed(time_min=max(min(wanted_min, most_min), 1))
+
+
+def _most_memory_gb(limits: Limits, num_cpus: int = 1) -> float:
+    """Return the most memory of a job on one node, divided by its CPUs. Whole MB, rounded down."""
+    if limits.max_mem_mb is None:
+        return math.inf
+    return math.floor(limits.max_mem_mb // num_cpus * 1000 / 1024) / 1000
 
 
 def controller_request(request: JobRequest, limits: Limits, input_bytes: int) -> JobRequest:
@@ -40,9 +52,7 @@ def controller_request(request: JobRequest, limits: Limits, input_bytes: int) ->
     """
     num_cpus = limits.min_cpus.number if limits.min_cpus else 1
     small = verify_request(request, limits, input_bytes).changed(cpus_per_task=num_cpus)
-    mem_gb = CONTROLLER_MEM_GB
-    if limits.mem_mb:
-        mem_gb = min(mem_gb, math.floor(limits.mem_mb.number * 1000 / 1024) / 1000)
+    mem_gb = min(CONTROLLER_MEM_GB, _most_memory_gb(limits))
     has_less = limits.default_mem_mb is not None and limits.default_mem_mb * num_cpus < 1000 * mem_gb
     if request.mem_per_cpu_gb is not None:
         return small.changed(mem_per_cpu_gb=mem_gb / num_cpus)

@@ -50,6 +50,13 @@ class Limits:
         """Return the CPUs of the largest node."""
         return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
 
+    @property
+    def most_cpus(self) -> int | None:
+        """Return the most CPUs of a job on one node: of the largest node, or what a limit leaves."""
+        known = [self.max_cpus] if self.max_cpus else []
+        known += [self.num_cpus.number] if self.num_cpus else []
+        return min(known, default=None)
+
 
 def least(limits: list[Limit]) -> Limit | None:
     return min(limits, key=lambda each: each.number, default=None)

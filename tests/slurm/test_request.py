@@ -271,7 +271,7 @@ def test_a_full_queue_is_no_request_that_is_too_large_and_until_done_waits(desk:
     desk.at_waits(wait)
     desk.slurm("submit", "--until_done")
     assert waits == [5]
-    assert desk.released() == ["1,2"]
+    assert desk.released() == ["1"]
 
 
 @pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit"])
@@ -314,8 +314,27 @@ def test_a_small_job_that_is_refused_only_when_it_is_sent_is_named(desk: Desk) -
     refusal = desk.slurm("submit", "--mem_gb", 4, "--until_done", code=2)
     for words in ("too small", "the controller of --until_done", "--mem=1024M", "--controller_args"):
         assert words in refusal
-    assert desk.calls("scancel") == ["1 2"]
+    assert desk.calls("scancel") == ["2", "1"]
     assert not list((desk.data / "jobs").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "cpus", "memory"),
+    [
+        (("--cpus_per_task", "node"), ["2", "1"], ["", "1024M"]),
+        (("--cpus_per_task", "8", "--mem_gb", "8"), ["2", "1"], ["2999M", "1024M"]),
+        (("--cpus_per_task", "2", "--mem_per_cpu_gb", "4"), ["2", "1"], ["1499M", "1024M"]),
+        (("--cpus_per_task", "3", "--mem_gb", "1"), ["2", "1"], ["1024M", "1024M"]),
+    ],
+)
+def test_verify_and_controller_fit_the_nodes_of_their_partition(
+    desk: Desk, flags: tuple[str, ...], cpus: list[str], memory: list[str]
+) -> None:
+    desk.answers("sinfo", "cpu*|idle|64000|8|infinite|NO|1-infinite\nsmall|idle|3000|2|infinite|NO|1\n")
+    shown = desk.slurm("submit", "--until_done", "--small_partition", "small", "--dry_run", *flags)
+    assert options(shown, "cpus-per-task")[1:] == cpus
+    given = zip(options(shown, "mem")[1:], options(shown, "mem-per-cpu")[1:], strict=True)
+    assert ["".join(each) for each in given] == memory
 
 
 def test_nodes_that_only_one_user_may_share_count_as_whole_nodes(desk: Desk) -> None:

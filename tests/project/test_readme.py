@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from shardprep import errors
-from tests import command_reference
+from tests import command_reference, report_picture
 from tests.checkout import ROOT
 from tests.children import child, end_of, run_child
 from tests.documented import examples_of
@@ -217,6 +218,17 @@ def test_the_pictures_of_the_readme_match_the_tables_in_the_docs(
     assert drawn == expected, "run: python benchmarks/ratio_picture.py docs/speed.md docs/pictures"
     for path in (ROOT / "README.md", ROOT / "README.ko.md"):
         assert f"docs/pictures/{name}.svg" in path.read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_report_is_of_todays_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        shown = report_picture.hash_of(report_picture.page())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert report_picture.page_of_picture() == shown, "run: python -m tests.report_picture"
 
 
 @pytest.mark.processes

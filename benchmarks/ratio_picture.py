@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-WIDTH = 880  # px, about the width of a README on GitHub
-_GAP, _NUMBER = 14, 62  # px between columns, and px for the number beside a bar
-_CHARACTER, _LONGEST = 7.4, 48  # px of a bold character, and the longest label in characters
-_TOP, _ROW, _BAR, _BOTTOM = 66, 26, 16, 34
+WIDTH = 720  # px; a phone shows half of it, so that letters are large
+SHOWN_WIDTH = 880  # px, about the width of a README on GitHub
+_GAP, _NUMBER = 14, 72  # px between columns, and px for the number beside a bar
+_CHARACTER, _LONGEST = 8.6, 48  # px of a bold character, and the longest label in characters
+_TOP, _ROW, _BAR, _BOTTOM = 72, 29, 18, 38
 _STYLE = """
-  .back { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 13px system-ui, sans-serif }
-  .title { font-size: 15px; font-weight: 600 } .head, .foot { fill: #59636e; font-size: 12px }
+  .back { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 15px system-ui, sans-serif }
+  .title { font-size: 17px; font-weight: 600 } .head, .foot { fill: #59636e; font-size: 14px }
   .bar { fill: #a8b3bf } .ours { fill: #0969da } .own { font-weight: 600 }
   @media (prefers-color-scheme: dark) {
     .back { fill: #0d1117; stroke: #3d444d } text { fill: #f0f6fc } .head, .foot { fill: #9198a1 }
@@ -48,7 +49,7 @@ def picture(title: str, columns: Sequence[str], rows: Sequence[Bars], *, foot: s
     if not rows or not columns or any(len(row.values) != len(columns) for row in rows):
         raise ValueError(f"{len(columns)} columns, and rows of {[len(row.values) for row in rows]} values")
     height = _TOP + _ROW * len(rows) + _BOTTOM
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{SHOWN_WIDTH}" height="{height * SHOWN_WIDTH / WIDTH:.0f}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">',
         f"<style>{_STYLE}</style>",

@@ -1,6 +1,6 @@
 """The picture of the report in docs/: tests/data/report.json as today's page, seen by Chromium.
 
-python -m tests.report_picture  # makes it again; needs chromium
+python benchmarks/report_picture.py  # makes it again; needs chromium
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import zlib
 from pathlib import Path
 
 from slurm.report_page import page_lines
-from tests.checkout import ROOT
 
+ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests/data/report.json"  # of `shardprep report --json`
 PICTURE = ROOT / "docs/pictures/report.png"
 COLUMNS, ROWS = 1000, 2283  # the page down to the end of "How it was made"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -108,7 +108,7 @@ _IDX_ROWS = 1 << 16  # read at a time if a whole column of the idx is needed
 
 
 class SampleBytes(NamedTuple):
-    """Undecoded samples in one buffer. The arrays have a row per sample, in the requested order."""
+    """Undecoded samples in one buffer. The arrays have a value per sample, in the requested order."""
 
     shards: ShardSet
     buffer: npt.NDArray[np.uint8]
@@ -121,16 +121,56 @@ class SampleBytes(NamedTuple):
     num_starts: Int64s  # 0 unless requested
     mask_at: Int64s  # byte in the buffer of a row's loss mask, one byte per token; -1 if it has none
 
-    def broken(self, row: int, found: str) -> BrokenShard:
-        """Return the error for a sample whose bytes are not valid token ids."""
-        sample = self.sample[row]
+    def broken(self, number: int, found: str) -> BrokenShard:
+        """Return the error for a sample whose bytes are not valid token ids. ``number``: in these arrays."""
+        sample = self.sample[number]
         shard = int(self.shards.shard_of(sample))
-        part, row_of_shard = self.shards.locate(shard)
+        part, item = self.shards.locate(shard)
         found = f"sample {self.shards.record_numbers(sample, shard)} contains {found}"
-        return BrokenShard(path=part.path_of(row_of_shard), found=found)
+        return BrokenShard(path=part.path_of(item), found=found)
 
 
-_NUM_COLUMNS = len(SampleBytes._fields) - 3  # arrays that reading fills in
+class _Records(NamedTuple):
+    """What the idx says of samples: int64[samples] each. Samples of a shard follow each other."""
+
+    shard: Int64s  # number in the ShardSet
+    tar_bytes: Int64s  # of the whole tar
+    offset: Int64s  # byte of the tar
+    num_bytes: Int64s
+    num_tokens: Int64s
+    dtype: Int64s
+    starts_offset: Int64s
+    num_starts: Int64s
+    mask_offset: Int64s
+    mask_bytes: Int64s  # 0: the sample has no loss mask
+
+    @staticmethod
+    def zeros(num_samples: int) -> _Records:
+        return _Records(*np.zeros((len(_Records._fields), num_samples), np.int64))
+
+
+class _Places(NamedTuple):
+    """Where samples begin in the buffer, as in SampleBytes: int64[samples] each."""
+
+    start: Int64s
+    starts_at: Int64s
+    mask_at: Int64s
+
+
+class _Neighbours(NamedTuple):
+    """How samples follow each other in their tars, and may be read: bool[samples - 1] each."""
+
+    must_follow: npt.NDArray[np.bool_]  # whether the second sample of a pair lies behind the first one
+    are_apart: npt.NDArray[np.bool_]  # whether another sample, or the end of a tar, lies between the two
+
+
+class _Spans(NamedTuple):
+    """Bytes of tars that are read at once: int64[spans] each. A span has one or more samples."""
+
+    shard: Int64s
+    begin: Int64s  # byte of the tar
+    num_bytes: Int64s
+    num_samples: Int64s
 
 
 class ShardReader:
@@ -195,39 +235,39 @@ class ShardReader:
         raise AssertionError("the last attempt returns or raises")
 
     def read(self, samples: Int64s, *, starts: bool = False) -> SampleBytes:
-        """Return the bytes of some samples: int64[n] -> n rows in the same order.
+        """Return the bytes of some samples: int64[n] -> n samples in the same order.
 
         ``starts``: also read where documents begin in packed rows. The next ``read`` overwrites the buffer.
         """
-        order = np.argsort(samples)
-        shard = self._shards.shard_of(samples[order])
-        first = _first_of_parts(shard[1:] != shard[:-1])
-        begin = int(first[self._num_before(len(first))])  # as in opening_order
-        order = np.roll(order, -begin)
-        shard = np.roll(shard, -begin)
-        ordered = samples[order]
-        record = self._shards.record_numbers(ordered, shard)
-        table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
-        self._used = 0
-        if not len(self._buffer):  # at full size: untouched memory costs nothing, but growing would copy it
-            num_bytes = len(samples) * self._shards.tar_bytes // self._shards.num_samples
-            self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)
-        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]  # empty if there are no samples
-        begins = first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist()
-        for part in (slice(*bounds) for bounds in pairwise([*begins, len(shard)])):
-            found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
-            self._read_shards(shard[part], record[part], found, starts=starts)
-        # Check the sizes of ids and rows of all parts at once: checking each part would take 6 % longer.
-        whole = SampleBytes(self._shards, self._buffer, ordered, *table)
-        row_tokens = self._shards.row_tokens
-        token_bytes = _TOKEN_BYTES[whole.dtype]
-        wrong = (token_bytes > 0) & (whole.num_bytes != (row_tokens or whole.num_tokens) * token_bytes)
-        if row_tokens:
-            wrong |= np.maximum(whole.num_tokens, whole.num_starts) > row_tokens
-        self._check(shard, wrong)
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return SampleBytes(self._shards, self._buffer, samples, *table.take(back, axis=1))
+        # by_shard, shard: int64[n], the samples in the order in which they are read, and their shards
+        by_shard, shard = self._reading_order(samples)
+        record = self._shards.record_numbers(samples[by_shard], shard)
+        self._empty_buffer(len(samples))
+        none = np.zeros(0, np.int64)  # in case that no sample is asked for
+        all_records = [_Records.zeros(0)]
+        all_places = [_Places(none, none, none)]
+        for part in self._parts_of(shard):
+            records = self._look_up(shard[part], record[part], starts=starts)
+            all_places.append(self._read_part(records, record[part], starts=starts))
+            all_records.append(records)
+        records = _Records(*map(np.concatenate, zip(*all_records, strict=True)))
+        self._check_sizes(records)
+        places = _Places(*map(np.concatenate, zip(*all_places, strict=True)))
+        # back: int64[n], where each requested sample is among those in the order of reading
+        back = np.empty_like(by_shard)
+        back[by_shard] = np.arange(len(by_shard))
+        return SampleBytes(
+            shards=self._shards,
+            buffer=self._buffer,
+            sample=samples,
+            start=places.start[back],
+            num_bytes=records.num_bytes[back],
+            num_tokens=records.num_tokens[back],
+            dtype=records.dtype[back],
+            starts_at=places.starts_at[back],
+            num_starts=records.num_starts[back],
+            mask_at=places.mask_at[back],
+        )
 
     def num_tokens(self, samples: Int64s) -> Int64s:
         """Return the tokens of some samples, from the idx alone: int64[n] -> int64[n]."""
@@ -256,70 +296,141 @@ class ShardReader:
         """Return how many of the first shards this process opens last."""
         return num_shards * self._number // self._num_readers
 
-    def _read_shards(self, shard_of: Int64s, record: Int64s, found: SampleBytes, *, starts: bool) -> None:
-        """Read samples of some shards and fill in their columns. ``record``: their record numbers.
+    def _reading_order(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the order in which samples are read, and the shards in that order: int64[n] each.
 
-        Samples outside of a tar and overlapping samples are refused before memory is allocated for them.
+        Samples ascend, and begin with the shard that this process opens first, see ``opening_order``.
         """
-        is_border = shard_of[1:] != shard_of[:-1]
-        offset, starts_offset, mask_offset, limit = np.zeros((4, len(record)), np.int64)
-        has_mask = np.zeros(len(record), np.bool_)
-        for bounds in pairwise([*_first_of_parts(is_border).tolist(), len(record)]):
-            here = slice(*bounds)
-            number = int(shard_of[bounds[0]])
-            records = self._records(number, record[here])
-            shard = self.opened(number)
-            limit[here] = shard.tar.num_bytes
-            offset[here] = records["offset"]
-            found.num_bytes[here] = records["num_bytes"]
-            found.num_tokens[here] = records["num_tokens"]
-            found.dtype[here] = records["dtype"] if shard.dtype is None else shard.dtype
+        by_shard = np.argsort(samples)
+        shard = self._shards.shard_of(samples[by_shard])
+        first = _first_of_parts(shard[1:] != shard[:-1])
+        begin = int(first[self._num_before(len(first))])
+        return np.roll(by_shard, -begin), np.roll(shard, -begin)
+
+    def _parts_of(self, shard: Int64s) -> Iterator[slice]:
+        """Yield the samples that are read together: of a few shards, which are open at the same time."""
+        if not len(shard):
+            return
+        first = _first_of_parts(shard[1:] != shard[:-1])
+        begins = first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist()
+        for begin, end in pairwise([*begins, len(shard)]):
+            yield slice(begin, end)
+
+    def _look_up(self, shard: Int64s, record: Int64s, *, starts: bool) -> _Records:
+        """Return what the idx says of some samples. ``record``: their numbers in the idx of their shard."""
+        records = _Records.zeros(len(shard))
+        records.shard[:] = shard
+        first = _first_of_parts(shard[1:] != shard[:-1])
+        for begin, end in pairwise([*first.tolist(), len(shard)]):
+            here = slice(begin, end)
+            number = int(shard[begin])
+            of_idx = self._records(number, record[here])
+            opened = self.opened(number)
+            records.tar_bytes[here] = opened.tar.num_bytes
+            records.offset[here] = of_idx["offset"]
+            records.num_bytes[here] = of_idx["num_bytes"]
+            records.num_tokens[here] = of_idx["num_tokens"]
+            records.dtype[here] = of_idx["dtype"] if opened.dtype is None else opened.dtype
             if starts:
-                starts_offset[here] = records["starts_offset"]
-                found.num_starts[here] = records["num_starts"]
-            if shard.part.spec.record == "chat":  # its rows have a loss mask
-                mask_offset[here] = records["mask_offset"]
-                has_mask[here] = True
-        is_held_out = record >= self._shards.first_held_out[shard_of]
+                records.starts_offset[here] = of_idx["starts_offset"]
+                records.num_starts[here] = of_idx["num_starts"]
+            if opened.part.spec.record == "chat":  # its rows have a loss mask
+                records.mask_offset[here] = of_idx["mask_offset"]
+                records.mask_bytes[here] = self._shards.row_tokens
+        return records
+
+    def _read_part(self, records: _Records, record: Int64s, *, starts: bool) -> _Places:
+        """Read some samples into the buffer, and return where they are there."""
+        neighbours = self._neighbours(records.shard, record)
+        start = self._read_ranges(records, neighbours, records.offset, records.num_bytes)
+        starts_at = np.zeros_like(start)
+        if starts:
+            num_bytes = 4 * records.num_starts
+            starts_at = self._read_ranges(records, neighbours, records.starts_offset, num_bytes)
+        mask_at = np.full_like(start, -1)
+        has_mask = records.mask_bytes > 0
+        if has_mask.any():
+            places = self._read_ranges(records, neighbours, records.mask_offset, records.mask_bytes)
+            mask_at[has_mask] = places[has_mask]
+        return _Places(start, starts_at, mask_at)
+
+    def _neighbours(self, shard: Int64s, record: Int64s) -> _Neighbours:
+        """Return how samples follow each other: int64[n] -> n - 1 pairs."""
+        is_held_out = record >= self._shards.first_held_out[shard]
+        is_border = shard[1:] != shard[:-1]
         is_border |= is_held_out[1:] != is_held_out[:-1]  # each split is in the order of the tar
         must_follow = ~is_border & (record[1:] > record[:-1])  # not a sample that is requested twice
-        is_cut = is_border | (record[1:] - record[:-1] != 1)
-        wanted = [(offset, found.num_bytes, found.start)]
-        if starts:
-            wanted.append((starts_offset, 4 * found.num_starts, found.starts_at))
-        if has_mask.any():
-            wanted.append((mask_offset, has_mask * self._shards.row_tokens, found.mask_at))
-        for begins, num_bytes, in_buffer in wanted:
-            ends = begins + num_bytes
-            gap = begins[1:] - ends[:-1]
-            wrong = (begins < 0) | (ends > limit)
-            wrong[1:] |= must_follow & (gap < 0)
-            self._check(shard_of, wrong)
-            # Neighbours are read at once. Rows and starts stay at multiples of 4 bytes, to view them as ids.
-            is_apart = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
-            if self._shards.row_tokens:
-                is_apart |= gap % 4 > 0
-            first = _first_of_parts(is_apart)
-            begin = begins[first]
-            end = ends[np.append(first[1:], len(ends)) - 1]
-            aligned = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
-            to_buffer = self._used + np.cumsum(aligned) - aligned
-            used = self._used
-            self._used += int(aligned.sum())
-            if self._used > len(self._buffer):
-                grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-                grown[:used] = self._buffer[:used]
-                self._buffer = grown
-            spans = (each.tolist() for each in (shard_of[first], begin, end - begin, to_buffer))
-            for number, at, size, to in zip(*spans, strict=True):
-                self._fill(number, at, self._buffer.data[to : to + size])
-            in_buffer[:] = begins + np.repeat(to_buffer - begin, np.diff(first, append=len(begins)))
-        found.mask_at[~has_mask] = -1
+        return _Neighbours(must_follow, is_border | (record[1:] - record[:-1] != 1))
 
-    def _check(self, shard_of: Int64s, wrong: npt.NDArray[np.bool_]) -> None:
+    def _read_ranges(
+        self, records: _Records, neighbours: _Neighbours, begins: Int64s, num_bytes: Int64s
+    ) -> Int64s:
+        """Read a range of bytes of each sample's tar, and return where it begins in the buffer: int64[n].
+
+        Ranges outside of a tar and overlapping ones are refused before memory is allocated for them.
+        """
+        self._check_places(records, neighbours, begins, num_bytes)
+        spans = self._spans_of(records.shard, neighbours, begins, num_bytes)
+        in_buffer = self._fill_spans(spans)
+        return begins + np.repeat(in_buffer - spans.begin, spans.num_samples)
+
+    def _spans_of(self, shard: Int64s, neighbours: _Neighbours, begins: Int64s, num_bytes: Int64s) -> _Spans:
+        """Join the ranges of neighbours, which are read at once."""
+        ends = begins + num_bytes
+        gap = begins[1:] - ends[:-1]
+        is_apart = neighbours.are_apart | (gap < 0) | (gap > _MOST_GAP_BYTES)
+        if self._shards.row_tokens:  # rows and starts stay at multiples of 4 bytes, to view them as ids
+            is_apart |= gap % 4 > 0
+        first = _first_of_parts(is_apart)
+        num_samples = np.diff(first, append=len(begins))
+        begin = begins[first]
+        return _Spans(shard[first], begin, ends[first + num_samples - 1] - begin, num_samples)
+
+    def _fill_spans(self, spans: _Spans) -> Int64s:
+        """Read spans into the buffer behind what it has, and return where each begins there: int64[spans]."""
+        aligned = -(-spans.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        in_buffer = self._used + np.cumsum(aligned) - aligned
+        used = self._used
+        self._used += int(aligned.sum())
+        if self._used > len(self._buffer):
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+            grown[:used] = self._buffer[:used]
+            self._buffer = grown
+        columns = (spans.shard, spans.begin, spans.num_bytes, in_buffer)
+        for number, at, size, to in zip(*(each.tolist() for each in columns), strict=True):
+            self._fill(number, at, self._buffer.data[to : to + size])
+        return in_buffer
+
+    def _empty_buffer(self, num_samples: int) -> None:
+        """Make the buffer ready for the next samples."""
+        self._used = 0
+        if not len(self._buffer):  # at full size: untouched memory costs nothing, but growing would copy it
+            num_bytes = num_samples * self._shards.tar_bytes // self._shards.num_samples
+            self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)
+
+    def _check_places(
+        self, records: _Records, neighbours: _Neighbours, begins: Int64s, num_bytes: Int64s
+    ) -> None:
+        """Raise BrokenShard if ranges of bytes are outside of a tar, or over each other."""
+        ends = begins + num_bytes
+        wrong = (begins < 0) | (ends > records.tar_bytes)
+        wrong[1:] |= neighbours.must_follow & (begins[1:] < ends[:-1])
+        self._refuse(records.shard, wrong)
+
+    def _check_sizes(self, records: _Records) -> None:
+        """Raise BrokenShard if samples have not as many bytes as ids. All at once: 6 % less than by part."""
+        row_tokens = self._shards.row_tokens
+        token_bytes = _TOKEN_BYTES[records.dtype]
+        num_ids = row_tokens or records.num_tokens
+        wrong = (token_bytes > 0) & (records.num_bytes != num_ids * token_bytes)
+        if row_tokens:
+            wrong |= np.maximum(records.num_tokens, records.num_starts) > row_tokens
+        self._refuse(records.shard, wrong)
+
+    def _refuse(self, shard: Int64s, wrong: npt.NDArray[np.bool_]) -> None:
         """Raise BrokenShard if samples are wrong: their idx cannot belong to the tar."""
         if wrong.any():
-            tar = self.opened(int(shard_of[wrong.argmax()])).tar
+            tar = self.opened(int(shard[wrong.argmax()])).tar
             found = "its idx places samples outside of the tar, over each other, or with a wrong size"
             expected = f"separate places in {tar.num_bytes} bytes"
             remedy = commands.on("verify", tar.path.parent)

@@ -111,9 +111,10 @@ class TokenLoader(DataLoader[Batch]):
         self.can_amend = amend
         self.metrics = LoaderMetrics()
         self.progress = Progress()
-        self._plan = run  # from the arguments; self.run may come from a state
+        self._asked = run  # from the arguments; self.run may come from a state
         self._worker_options = workers
         self._layout = {"world_size": process_rank.world_size, "batch_size": batch_size}
+        self._targets = "shifted" if step_batches.shifts_targets else "same"
         self._newest_iterator_id = 0  # older iterators may not be used
         # Whether the newest iterator has delivered a batch, but not the last one of its epoch.
         self._is_inside_loop = False
@@ -288,7 +289,7 @@ class TokenLoader(DataLoader[Batch]):
     def __reduce__(self) -> tuple[object, ...]:
         names = ("samples", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         options = {name: getattr(self, name) for name in names} | self._worker_options
-        make = partial(type(self), self._plan, amend=self.can_amend, **options)
+        make = partial(type(self), self._asked, amend=self.can_amend, **options)
         return make, (), (self.progress, self.run)
 
     def __setstate__(self, state: tuple[Progress, Run]) -> None:
@@ -305,8 +306,7 @@ class TokenLoader(DataLoader[Batch]):
         return self._state_at(self.progress.to_save)
 
     def _state_at(self, position: Position) -> dict[str, Any]:
-        targets = "shifted" if self.step_batches.shifts_targets else "same"
-        return state_of(self.run, position, self._layout, self.progress.skips, targets)
+        return state_of(self.run, position, self._layout, self.progress.skips, self._targets)
 
     def follow(self, optimizer: Any) -> None:
         """Make ``state_dict()`` return the state after the optimizer's last step, also within the next step.
@@ -351,7 +351,9 @@ class TokenLoader(DataLoader[Batch]):
         step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),
         UsageError or BrokenShard.
         """
-        resumed = resume_run(self._plan, state, self._layout, current=self.run, amend=self.can_amend)
+        resumed = resume_run(
+            self._asked, state, self._layout, self._targets, current=self.run, amend=self.can_amend
+        )
         self._continue(resumed)
         if self.process_rank.rank == 0 and resumed.border is not None:
             logger.warning(f"the run is amended from step {resumed.border} on:\n{self.describe()}")
@@ -362,7 +364,7 @@ class TokenLoader(DataLoader[Batch]):
         To look at a run, as ``shardprep where`` does: nothing is amended. The next ``iter()`` begins with the
         state's step. Raises the errors of ``load_state_dict``.
         """
-        self._continue(run_as_saved(self._plan, state, self._layout))
+        self._continue(run_as_saved(self._asked, state, self._layout, self._targets))
 
     def _continue(self, resumed: Resumed) -> None:
         run = resumed.run

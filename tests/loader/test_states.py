@@ -349,3 +349,35 @@ def test_a_run_keeps_its_initial_block_sizes_after_an_amendment(sources: Sources
         assert [numbers(batch) for batch in islice(loader, 3)] == whole[5:]
         blocks = [row[3:5] for row in loader.state_dict()["sources"]]
         assert [each == [2, 6] for each in blocks] == [True, True, False]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "truncated documents": {"max_length": 4},
+    "rows packed at load": {"seq_len": 4},
+    "rows packed by plan": {},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("was", "now"), [("same", "shifted"), ("shifted", "same")])
+def test_a_run_is_not_resumed_with_other_targets(
+    form: str, was: str, now: str, rows: Path, numbered: Path
+) -> None:
+    """Its labels would be one place off, without a word where both have the same samples."""
+    data = rows if form == "rows packed by plan" else numbered
+    options = {"model_id": None if data == rows else numbered, **FORMS[form]}
+    with open_loader(data, 2, targets=was, **options) as loader:
+        state = loader.state_at(3)
+    with open_loader(data, 2, targets=now, **options) as other:
+        with refuses(OtherRun, found=f'targets="{now}"', remedy=f'targets="{was}"'):
+            other.load_state_dict(state)
+        with refuses(OtherRun, remedy=f'targets="{was}"'):
+            other.load_run(state)
+
+
+def test_a_refused_state_of_shifted_targets_shows_the_length_that_was_typed(numbered: Path) -> None:
+    with load(numbered, 2, targets="shifted", seq_len=4) as loader:
+        state = loader.state_at(3)
+    with load(numbered, 2, targets="shifted", seq_len=5) as other, refuses(OtherRun, found="seq_len 4"):
+        other.load_state_dict(state)

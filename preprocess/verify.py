@@ -27,6 +27,7 @@ from shardprep import errors, files
 from shardprep.console import counted, print_lines, say, shards_text, source_lines, with_progress
 from shardprep.format import commands, done, manifest, names
 from shardprep.format.attempts import read_attempts
+from shardprep.format.blanked import read_blanked
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import kept_ids
 from shardprep.format.done import Check, Finding
@@ -287,6 +288,24 @@ def _print_problems(folder: DataFolder, problems: Problems) -> None:
             say(f"error: {shards_text(ids)}: the same; to make them again, run: {commands.run(folder, ids)}")
 
 
+def _check_blanked(folder: DataFolder, plan: Plan, shard: Manifest, *, is_planned: bool) -> None:
+    """Check that a shard is the blanked one if the plan says so, and that its list is this data set's.
+
+    A blanked data set and the one that it was made from have the same id.
+    """
+    name = f"shard {shard.shard_id:05d}"
+    if is_planned != (shard.unblanked_sha256 is not None):
+        what = "is not blanked, but the plan says so" if is_planned else "is blanked, unlike the plan"
+        remedy = commands.shard_again(shard.shard_id, folder)
+        raise errors.BrokenShard(f"{name} {what}", remedy=remedy)
+    if is_planned:
+        listed = read_blanked(folder, plan.plan_id, shard.shard_id)
+        if listed.unblanked_sha256 != shard.unblanked_sha256:
+            path = folder.path_of(names.blanked_name(shard.shard_id))
+            found = f"unblanked_sha256 {listed.unblanked_sha256[:12]}"
+            raise errors.BrokenShard(path=path, found=found, expected=f"{shard.unblanked_sha256}"[:12])
+
+
 def _check_shards(
     folder: DataFolder, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
 ) -> tuple[list[Manifest], Problems]:
@@ -296,6 +315,7 @@ def _check_shards(
     read is tried again. Then its problem is a ReadWriteError, which says nothing about the shard.
     """
     sizes = plan.shard_bytes()
+    blanked = frozenset(names.ids_of_ranges(plan.options.blanked) if plan.options.blanked else ())
     is_failing = threading.Event()  # set once the file system failed: later shards do not wait for it
 
     def read(shard_id: int) -> Manifest:
@@ -314,6 +334,7 @@ def _check_shards(
             if is_there != (what in plan.options.side_files()):
                 has = "has" if is_there else "has no"
                 raise errors.BrokenShard(f"the manifest of {name} {has} {what}, unlike the plan")
+        _check_blanked(folder, plan, shard, is_planned=shard_id in blanked)
         if not is_fast:  # every byte of the tar is read once
             tar_name = names.tar_name(shard_id)
             with files.errors_named(folder.path_of(tar_name)), folder.open_hashed(tar_name) as tar:

@@ -220,6 +220,7 @@ def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
         file = json_files.read_file(
             folder, FINDINGS_NAME, _FINDINGS_FORMAT, _FindingsFile, max_bytes=_MAX_FINDINGS_BYTES
         )
+        _refuse_findings_of_other(folder, file, plan_id)
     except files.NOT_THERE:
         return {}
     except errors.BrokenShard as error:
@@ -227,8 +228,6 @@ def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
         error.remedy = commands.on("verify", folder, "--deep", "all")
         error.advise("only a verify that makes every shard again can clear it")
         raise
-    if file.plan_id != plan_id:
-        return {}
     digests: dict[int, str] = {}  # of the manifests; each is read once, however often the file names it
     findings: dict[int, Finding] = {}
     for each in file.findings:
@@ -237,6 +236,13 @@ def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:
         if digests[each.shard] == each.manifest_sha256:
             findings[each.shard] = each
     return findings
+
+
+def _refuse_findings_of_other(folder: DataFolder, file: _FindingsFile, plan_id: str) -> None:
+    """Raise BrokenShard for the findings of another data set: those of this one may have been replaced."""
+    if file.plan_id != plan_id:
+        path = folder.path_of(FINDINGS_NAME)
+        raise errors.BrokenShard(path=path, found=f"plan {file.plan_id[:12]}", expected=plan_id[:12])
 
 
 def uncleared_findings(

@@ -219,6 +219,31 @@ def test_a_shard_needs_its_list_of_blanked_documents(made: Made, tmp_path: Path)
     assert not (new.data_dir / "shard-00001.json").exists()
 
 
+def test_verify_tells_a_blanked_data_set_from_the_one_it_was_made_from(made: Made, tmp_path: Path) -> None:
+    """Shards and plan of the one among those of the other, which have the same id of the plan."""
+    world, blanked = made("sides")
+    of_shard = [name for name in world.contents() if "shard-00001" in name]
+    for number, (kept, put, moved) in enumerate(
+        [(blanked, world, of_shard), (world, blanked, of_shard), (world, blanked, ["plan.json"])]
+    ):
+        copy = kept.copy(tmp_path / str(number))
+        for name in moved:
+            shutil.copyfile(put.data_dir / name, copy.data_dir / name)
+        copy.main("verify", copy.data_dir).ends(65, "shard 00001")
+
+
+def test_verify_reads_the_lists_of_blanked_documents(made: Made, tmp_path: Path) -> None:
+    copy = made("sides")[1].copy(tmp_path)
+    path = copy.data_dir / "blanked/shard-00001.json"
+    before = path.read_bytes()
+    for value in ({"plan_id": "0" * 64}, {"shard_id": 0}, {"unblanked_sha256": "0" * 64}):
+        rewrite_json(path, **value)
+        code = 65 if "unblanked_sha256" in value else 78
+        copy.main("verify", copy.data_dir, fast=True).ends(code, path)
+        path.write_bytes(before)
+    copy.verify()
+
+
 @pytest.mark.parametrize("is_blanked", [False, True])
 def test_an_id_outside_of_the_planned_vocabulary_is_refused(
     made: Made, tmp_path: Path, is_blanked: bool

@@ -242,6 +242,43 @@ def test_blank_finds_the_damage_of_a_shard_that_it_does_not_make(
     assert not (tmp_path / "new" / "shard-00002.json").exists()
 
 
+# Whole files of another data set. --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Other documents with the same options, and findings about a shard."""
+    records = [json.dumps({"text": f"another {number}", "id": f"{ID}{number}"}) for number in range(60)]
+    world = World(tmp_path_factory.mktemp("other")).raw({"a.jsonl": "\n".join([*records, "no json"])})
+    world.plan(num_shards=3, id_field="id", digests=True, max_bad_fraction=0.5).run()
+    flip(world.data_dir / "shard-00001.tar")
+    world.main("verify", world.data_dir).ends(65)
+    return world
+
+
+def flip(path: Path) -> None:
+    """Make another valid token id of one in a tar."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"[", 512) + 1] ^= 1
+    path.write_bytes(data)
+
+
+def test_findings_of_another_data_set_are_damage_that_only_a_verify_of_all_clears(
+    world: World, other: World
+) -> None:
+    path = world.data_dir / "findings.json"
+    path.write_bytes((other.data_dir / "findings.json").read_bytes())
+    for command in ("status", "verify", "export"):
+        more = {"to": "nanogpt", "output_dir": world.data_dir.with_name("out")} if command == "export" else {}
+        world.main(command, world.data_dir, **more).ends(65, path)
+    world.main("verify", world.data_dir, fast=True).ends(65, path)
+    with refuses(BrokenShard, path=path):
+        open_loader(world.data_dir)
+    assert path.read_bytes() == (other.data_dir / "findings.json").read_bytes()
+    world.main("verify", world.data_dir, deep="all").ends(0)
+    assert not path.exists()
+
+
 # Sizes. --------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from shardprep.errors import NotFound, Refused
 from shardprep.files import NOT_THERE
 from shardprep.format import blanked, commands, documents, excluded
 from shardprep.format.blanked import BlankedDocuments
-from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
+from shardprep.format.data_folder import OF_THIS_COMMAND, SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.done import done_manifest, done_manifests
 from shardprep.format.manifest import other_hash, read_manifest, shard_files
 from shardprep.format.names import (
@@ -163,7 +163,6 @@ def _begin(
     transform: Transform | None,
 ) -> None:
     """Write what a worker needs into the new folder, the plan last. Raises Refused for files of others."""
-    what = "the one that this command writes"
     own = {} if transform is None else transform.stamps_of_copy()
     listed = None
     if plan.options.excluded:
@@ -174,9 +173,9 @@ def _begin(
     refuse_other_tokenizer(new, plan.tokenizer_files)
     new.make_subfolder(BLANKED_DIR)
     for number, each in blanked_in.items():
-        new.publish_equal(blanked_name(number), blanked.blanked_content(each), what=what)
+        new.publish_equal(blanked_name(number), blanked.blanked_content(each), what=OF_THIS_COMMAND)
     if listed is not None:
-        new.publish_equal(EXCLUDED_NAME, listed.keys.tobytes(), what=what)
+        new.publish_equal(EXCLUDED_NAME, listed.keys.tobytes(), what=OF_THIS_COMMAND)
         with contextlib.suppress(*NOT_THERE):  # it is only for people
             new.publish_copy(EXCLUDED_LIST_NAME, folder)
     if not new.publish_folder(TOKENIZER_DIR, tokenizer):

@@ -192,14 +192,17 @@ def make_plan(
             say(lustre.stripe_line(config.output_dir, stripe, is_planned=bool(frozen), dry_run=dry_run))
         if dry_run:
             return plan, estimate
-        if frozen is None:
+        # The plan is the last: tasks that wait for it begin when it is there. Before it nothing is replaced,
+        # since another planner may have written it. After it, damaged files are replaced.
+        is_first = frozen is None
+        if is_first:
             resolved.publish_first(folder)
+        if transform is not None:
+            transform.publish_copy(folder, is_first=is_first)
+        if excluded is not None and config.exclude is not None:
+            publish_excluded(folder, config.exclude, excluded, id_field=config.id_field, is_first=is_first)
         frozen = plans.publish_plan(plan, folder)
         resolved.repair(folder, frozen.tokenizer_files)
-        if transform is not None:
-            transform.publish_copy(folder)
-        if excluded is not None and config.exclude is not None:
-            publish_excluded(folder, config.exclude, excluded, id_field=config.id_field)
         return frozen, estimate
 
 

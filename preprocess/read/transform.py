@@ -32,7 +32,7 @@ from shardprep import LeaveOut
 from shardprep.errors import ReadWriteError, Refused, UsageError
 from shardprep.files import NOT_THERE, FileStamp
 from shardprep.format import commands
-from shardprep.format.data_folder import DataFolder
+from shardprep.format.data_folder import OF_THIS_COMMAND, DataFolder
 from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.plan_options import PlanOptions
 
@@ -199,12 +199,19 @@ class Transform:
         """Return the stamps of the files that ``publish_copy`` writes, by their names in a data set."""
         return {f"{TRANSFORM_DIR}/{name}": FileStamp.of(raw) for name, raw in self.files.contents.items()}
 
-    def publish_copy(self, folder: DataFolder) -> None:
-        """Copy the files into a data set, for people to read. Raises CannotWrite, ReadWriteError."""
+    def publish_copy(self, folder: DataFolder, *, is_first: bool = False) -> None:
+        """Copy the files into a data set, for people to read.
+
+        ``is_first``: before the plan. Then another file stays, and Refused is raised; else it is replaced.
+        Raises CannotWrite, ReadWriteError.
+        """
         for name, raw in self.files.contents.items():
             place = f"{TRANSFORM_DIR}/{name}"
             folder.make_subfolder(place.rpartition("/")[0])
-            folder.publish(place, raw)
+            if is_first:
+                folder.publish_equal(place, raw, what=OF_THIS_COMMAND)
+            else:
+                folder.publish(place, raw)
 
 
 def transform_of(data_dir: DataFolder, options: PlanOptions, path: Path | None) -> Transform | None:

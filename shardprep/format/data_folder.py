@@ -50,7 +50,8 @@ class DataFolder(Folder):
         super().__init__(path, writable=_WRITABLE)
 
 
-# ``plan`` and ``blank`` write these before the plan, and compare those that are there.
+# ``plan`` and ``blank`` write these before the plan, and compare those that are there. If they are killed
+# before plan.json is there, a plan of the same inputs and options goes on; one of others is refused.
 _BEFORE_PLAN = frozenset(
     {
         names.TOKENIZER_DIR,
@@ -60,14 +61,15 @@ _BEFORE_PLAN = frozenset(
         names.TRANSFORM_DIR,
     }
 )
+OF_THIS_COMMAND = "the one that this command writes"
 _NOTHING_REPLACED = frozenset({JOBS_FOLDER, OVERLAP_FOLDER, "verify"})  # in folders of these names
 
 
 def refuse_foreign_files(folder: DataFolder, own: Mapping[str, FileStamp] | None = None) -> None:
     """Check that a folder without a plan has no files with names of the format, which would be replaced.
 
-    ``own``: what the caller writes before the plan or just after it. Such a file may be there if it is equal,
-    after a run that was stopped. Raises Refused for the first other file, unless the caller compares it.
+    ``own``: what the caller writes before the plan. Such a file may be there if it is equal, after a run that
+    was stopped. Raises Refused for the first other file, unless the caller compares it.
     """
     for name in folder.names():
         if name in _BEFORE_PLAN | _NOTHING_REPLACED or TEMPORARY_NAME.fullmatch(name):
@@ -79,6 +81,6 @@ def refuse_foreign_files(folder: DataFolder, own: Mapping[str, FileStamp] | None
     for name, stamp in (own or {}).items():
         if folder.status_of(name) is not None and folder.stamp_of(name) != stamp:
             found = "another file, which stays"
-            expected = "nothing, or the one that this command writes"
+            expected = f"nothing, or {OF_THIS_COMMAND}"
             advice = "move it away, or name another folder"
             raise Refused(path=folder.path_of(name), found=found, expected=expected, advice=advice)

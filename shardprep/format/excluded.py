@@ -21,7 +21,7 @@ from shardprep import errors, files
 from shardprep.errors import BrokenShard
 from shardprep.files import FileStamp
 from shardprep.format import commands, names
-from shardprep.format.data_folder import DataFolder
+from shardprep.format.data_folder import OF_THIS_COMMAND, DataFolder
 from shardprep.format.documents import (
     DIGEST,
     EXCLUDED_DETAIL,
@@ -159,9 +159,18 @@ def stamps_of_excluded(folder: DataFolder, listed: DocumentNames) -> dict[str, F
     return stamps
 
 
-def publish_excluded(folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str) -> None:
-    """Write the keys of a list into a data set, and its lines, which are only for people."""
-    folder.publish(names.EXCLUDED_NAME, listed.keys.tobytes())
+def publish_excluded(
+    folder: DataFolder, path: Path, listed: DocumentNames, *, id_field: str, is_first: bool
+) -> None:
+    """Write the keys of a list into a data set, and its lines, which are only for people.
+
+    ``is_first``: before the plan; then Refused is raised for other keys, which stay. Else they are replaced.
+    """
+    keys = listed.keys.tobytes()
+    if is_first:
+        folder.publish_equal(names.EXCLUDED_NAME, keys, what=OF_THIS_COMMAND)
+    else:
+        folder.publish(names.EXCLUDED_NAME, keys)
     with folder.new_file(names.EXCLUDED_LIST_NAME) as file:
         for line, _, _ in names_of_list(path, id_field):
             file.write(f"{line}\n".encode())

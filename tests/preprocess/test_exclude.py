@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -96,6 +98,25 @@ def test_ids_with_separators_are_written_as_json_strings(tmp_path: Path) -> None
     listed = "\n".join(map(json.dumps, ids))
     world.plan(id_field="id", exclude=list_file(world, listed.encode())).run()
     assert world.left_out() == {"excluded": 5}
+
+
+def test_a_plan_appears_after_the_tokenizer_and_the_lists_that_it_names(world: World) -> None:
+    """A task that waits for another task's plan begins when plan.json is there."""
+    published: list[str] = []
+
+    def recorded(publish: Any) -> Any:
+        def call(old: Any, new: Any, **where: Any) -> None:
+            publish(old, new, **where)
+            published.append(str(new))
+
+        return call
+
+    rename = mock.patch("os.rename", recorded(os.rename))
+    link = mock.patch("os.link", recorded(os.link))
+    with rename, link:
+        world.plan(id_field="id", exclude=list_file(world, b"d0\n"))
+    names = ["tokenizer", "excluded.keys", "excluded.txt", "plan.json"]
+    assert [name for name in published if name in names] == names
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

@@ -111,7 +111,8 @@ def plan_data_set(args: argparse.Namespace) -> int:
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     cut = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
-    plan, estimate = make_plan(config, **cut, stripe=args.stripe, dry_run=args.dry_run)
+    stripe = "auto" if args.stripe is None else args.stripe
+    plan, estimate = make_plan(config, **cut, stripe=stripe, dry_run=args.dry_run)
     need = Need(num_bytes=estimate.output_bytes, num_shards=plan.num_shards)
     if args.json:
         print_lines(json.dumps({"output_dir": str(config.output_dir), **estimate.to_json(plan)}))
@@ -141,7 +142,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "one stripe for the first 64 MiB of a file, then N, such as 8,4M. Or options of lfs setstripe, such "
         "as '-c 8' (default: auto)"
     )
-    add("--stripe", metavar="LAYOUT", default="auto", help=text)
+    add("--stripe", metavar="LAYOUT", help=text)
     add_flags_of(parser, PrepConfig)
 
 

@@ -94,7 +94,20 @@ class ShardprepError(Exception):
 
 def quoted(path: str | os.PathLike[str]) -> str:
     """Return the absolute path, quoted for a shell."""
-    return shlex.quote(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
+    return shell_word(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
+
+
+def shell_word(text: str) -> str:
+    """Return a text as a word of a shell that can be pasted, with control characters as escapes."""
+    if not _CONTROL_IN_LINE.search(text):
+        return shlex.quote(text)
+    escaped = re.sub(r"[\\']", r"\\\g<0>", text)
+    return f"$'{_CONTROL_IN_LINE.sub(_bytes_of, escaped)}'"
+
+
+def _bytes_of(match: re.Match[str]) -> str:
+    """Return the bytes of a character as escapes of a shell."""
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(match[0]))
 
 
 class UsageError(ShardprepError):

@@ -26,7 +26,7 @@ from preprocess.read.formats import Inspected, Start
 from preprocess.read.inputs import OpenInput
 from shardprep.console import counted, with_progress
 from shardprep.errors import BadInput, UsageError
-from shardprep.format.inputs import input_kind
+from shardprep.format.inputs import InputKind, input_kind
 from shardprep.format.names import MAX_SHARDS
 from shardprep.format.plan import Cut, InputFile
 from shardprep.format.plan_options import SPLITS, PlanOptions, PrepConfig
@@ -39,6 +39,7 @@ class Weighed(NamedTuple):
     """An input file, and what its format found in it."""
 
     file: InputFile
+    kind: InputKind
     text_bytes: int  # estimated
     is_whole: bool  # whether it can only be read whole
     look: Look  # what its samples show
@@ -54,23 +55,25 @@ def stamp_inputs(
     """
     fields = text_fields_of(options)
     kept_names: dict[frozenset[str], frozenset[str]] = {}
-    for path in paths:  # import pyarrow before the threads start, which would fail if several imported it
-        formats.format_of(path.name)
+    kinds = [input_kind(path.name) for path in paths]
+    # Import pyarrow before the threads start, which would fail if several imported it.
+    for kind in dict.fromkeys(kinds):
+        formats.format_of_kind(kind)
     root = str(input_dir / "_")[:-1]
 
-    def stamp(path: Path) -> Weighed:
+    def stamp(path: Path, kind: InputKind) -> Weighed:
         file = OpenInput(path)
         size = file.stamp.num_bytes
-        if size <= inputs.MOST_POINTER_BYTES and (command := inputs.fetch_command(file.read(0, size))):
+        samples = inputs.samples_of(file)
+        command = inputs.fetch_command(samples[0])
+        if command:
             expected = "the file itself"
             advice = f"run in its repository: {command}"
             raise BadInput(
                 path=path, found="a pointer to a file that was not fetched", expected=expected, advice=advice
             )
         name = str(path).removeprefix(root)
-        kind = input_kind(path.name)
         here = fields.of_file(name)
-        samples = inputs.samples_of(file)
         inspected = Inspected(text_bytes=size, is_whole=True)
         look = Look()
         try:
@@ -96,13 +99,14 @@ def stamp_inputs(
             sha256=inputs.sha256_of_samples(samples),
             encoding=look.encoding,
         )
-        return Weighed(stamped, inspected.text_bytes, inspected.is_whole, look)
+        return Weighed(stamped, kind, inspected.text_bytes, inspected.is_whole, look)
 
     # Several files per task: a million futures would take 1 GB.
     num_files = max(1, min(_MAX_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
-    tasks = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
+    all_files = [*zip(paths, kinds, strict=True)]
+    tasks = [all_files[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        batches = pool.map(lambda task: [stamp(path) for path in task], tasks)
+        batches = pool.map(lambda task: [stamp(path, kind) for path, kind in task], tasks)
         stamped = itertools.chain.from_iterable(batches)
         weighed = [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
     refuse_unusable(input_dir, [(item.file, item.look) for item in weighed], options)
@@ -136,9 +140,7 @@ def divide_inputs(
         say(f"{len(empty)} of {counted(len(paths), 'input file')} are empty, such as {empty[0]}")
     for line in left_out_lines(listing.left_out, config.input_dir):
         say(line)
-    for line in lines_about(
-        [(item.file.path, input_kind(item.file.path), item.look) for item in weighed], config
-    ):
+    for line in lines_about([(item.file.path, item.kind, item.look) for item in weighed], config):
         say(line)
     num_files = Counter(split_of(item.path) for item in inputs)
     named = [name for name in SPLITS if num_files[name]]
@@ -171,7 +173,7 @@ def divide_inputs(
     whole: list[Weighed] = []
     cut: list[Weighed] = []
     for item in weighed:
-        is_grouped = item.is_whole and not input_kind(item.file.path).is_in_bytes
+        is_grouped = item.is_whole and not item.kind.is_in_bytes
         (whole if is_grouped else cut).append(item)
     groups = _groups_of(weighed, whole, number)
     if number == 1 or not groups:

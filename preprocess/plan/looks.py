@@ -8,15 +8,17 @@ are hashed for the plan anyway, so a look costs some 0.1 ms and no reading.
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.plan.mending import (
-    command_for_all,
+    command_to_lines,
     flags_for_all,
     flags_of,
+    is_by_name,
     pipe_to_lines,
     problem_of_encoding,
     problem_of_fields,
@@ -31,6 +33,7 @@ from preprocess.read.json_lines import record_of_line
 from preprocess.read.text_fields import NoColumn, TextFields, UnusableText
 from shardprep.console import counted, printable
 from shardprep.errors import BadInput
+from shardprep.format import commands
 from shardprep.format.choices import AUTO
 from shardprep.format.inputs import InputKind, input_kind
 from shardprep.format.plan import InputFile
@@ -84,9 +87,7 @@ def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], f
     if kind.format.has_fields and kind.format.unit == "row":
         look = Look()
     elif kind.format.has_fields:
-        look = _look_at_json(
-            path, kind, samples, seen if codec == encodings.UTF_8 and seen else codec, fields
-        )
+        look = _look_at_json(path, samples, seen if codec == encodings.UTF_8 and seen else codec, fields)
     else:
         problem = _problem_of_text(path, samples, codec)
         look = Look(problem=problem, note=_note_of_text(name, samples, fields.options))
@@ -103,9 +104,7 @@ def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], f
     return look._replace(encoding=frozen, seen_encoding=(seen or UNCLEAR) if is_utf_8 else codec)
 
 
-def _look_at_json(
-    path: Path, kind: InputKind, samples: Sequence[Sample], codec: str, fields: TextFields
-) -> Look:
+def _look_at_json(path: Path, samples: Sequence[Sample], codec: str, fields: TextFields) -> Look:
     records: list[Any] = []
     reasons: Counter[str] = Counter()
     names: set[str] = set()
@@ -125,12 +124,12 @@ def _look_at_json(
         return Look()
     if [*reasons] == ["undecodable"]:
         return Look(problem=_problem_of_codec(path, samples, codec))
-    beginning = samples[0].data.removeprefix(encodings.MARK).lstrip()
-    if "bad_json" in reasons and beginning[:1] in (b"[", b"{"):
+    beginning = samples[0].data.removeprefix(encodings.MARK).decode(codec, errors="replace").lstrip()
+    if "bad_json" in reasons and beginning[:1] in ("[", "{"):
         pipe = pipe_to_lines(beginning, codec)
         if pipe:
-            problem = problem_of_json(path, kind, beginning, pipe)
-            inside = records_inside(beginning, codec)
+            problem = problem_of_json(path, beginning)
+            inside = records_inside(beginning)
             flags: tuple[str, ...] = ()
             if all(isinstance(fields.text(record), UnusableText) for record in inside):
                 later = problem_of_fields(path, inside, fields.options)
@@ -241,20 +240,25 @@ def refuse_unusable(input_dir: Path, files: Sequence[tuple[InputFile, Look]], op
     unusable = _seen_in_tables(input_dir, unusable, options)
     # One that takes a command comes first, because the flags for the others can be told with it.
     unusable.sort(key=lambda each: not each.look.pipe)
-    item, look, error = unusable[0]
+    error = unusable[0].problem
     has_right = any(
         other.problem is None and input_kind(file.path).format.has_fields for file, other in files
     )
     all_flags = [flag for each in unusable for flag in each.look.flags]
     flags = flags_for_all(all_flags, options, keeps_field=has_right)
-    if look.pipe:
-        same = [each.file.path for each in unusable if each.look.pipe == look.pipe]
-        suffixes = input_kind(item.path).format.suffixes
-        num_alike = sum(input_kind(file.path).format.suffixes == suffixes for file, _ in files)
-        if 1 < len(same) == num_alike:
-            error.remedy = command_for_all(input_dir, same, look.pipe)
-        if flags:
+    pipes = {each.file.path: each.look.pipe for each in unusable if each.look.pipe}
+    if pipes:
+        error.remedy = command_to_lines(input_dir, pipes, options, most=_NUM_FILES_SHOWN)
+        is_all_mended = all(each.look.pipe or each.look.flags for each in unusable)
+        again = ""
+        if is_all_mended and (flags or not all_flags) and not is_by_name(options):
+            again = commands.plan_again(flags)
+        if again:
+            error.remedy += f" && {again}"
+        elif flags:
             error.advise(f"then plan with {flags}")
+        if shutil.which("jq") is None:
+            error.advise("jq is not installed here: install it first")
     elif flags and len(unusable) > 1:
         error.remedy = flags
         error.advice = f"plan with {flags}"

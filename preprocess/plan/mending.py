@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
 import re
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from preprocess.read import encodings
 from shardprep.console import printable, quoted
-from shardprep.errors import BadInput
-from shardprep.format.inputs import InputKind, input_kind
+from shardprep.errors import BadInput, shell_word
+from shardprep.format.choices import parsed_choices
+from shardprep.format.inputs import input_kind
 from shardprep.format.plan_options import PlanOptions
 
-_MOST_WHOLE_BYTES = 1 << 20  # of one object over several lines, to find the list in it
+_MOST_WHOLE_CHARS = 1 << 20  # of one object over several lines, to find the list in it
 _NUM_FIELDS_SHOWN = 20
-_OPENERS = {".gz": "zcat", ".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat", "": "cat"}
-_LIST_IN_OBJECT = re.compile(rb'"([^"\\]+)"\s*:\s*\[\s*\{')
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_WITHOUT_MARK = r"sed -s '1s/^\xef\xbb\xbf//'"
+_OPENERS = {".gz": "zcat", ".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat", "": _WITHOUT_MARK}
+_RENAME = "mv --backup=numbered"
+_LIST_IN_OBJECT = re.compile(r'"([^"\\]+)"\s*:\s*\[\s*\{')
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_LONG_NUMBER = re.compile(r"[:\[,]\s*-?\d{16,}\s*[,\]}]")
 _WHITE_SPACE = re.compile(r"\s")
 _FIELD_FLAG = "--text_field "
 _AUTO = "--encoding auto"
@@ -31,59 +39,139 @@ def flags_of(error: BadInput) -> tuple[str, ...]:
     return (remedy,) if remedy.startswith("--") and not remedy.endswith(("NAME", "FILE")) else ()
 
 
-def pipe_to_lines(beginning: bytes, codec: str) -> str:
+def pipe_to_lines(beginning: str, codec: str) -> str:
     """Return the commands that make JSON lines of one list, or of one object over several lines, or ""."""
-    filter_ = ".[]"
-    if beginning.startswith(b"{"):
+    query = ".[]"
+    if beginning.startswith("{"):
         if not _is_over_lines(beginning):
             return ""
-        key = _list_in(beginning[:_MOST_WHOLE_BYTES])
-        filter_ = "."
-        if key:
-            filter_ = f".{key}[]" if key.isidentifier() and key.isascii() else f'.["{key}"][]'
-    is_utf_8 = codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK)
-    recoded = "" if is_utf_8 else f"iconv -f {codec} -t utf-8 | "
-    return f"{recoded}jq -c '{filter_}'"
+        found = _first_list(beginning)
+        query = "."
+        if found:
+            key = found[1]
+            query = f".{key}[]" if key.isidentifier() and key.isascii() else f'.["{key}"][]'
+    # As one program for all inputs, jq stops at the first error. Else it would end with 0 after later inputs.
+    program = shlex.quote(f"inputs | {query}")
+    if codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK):
+        return f"jq -cn {program}"
+    # With -a the lines are ASCII, which is right with any --encoding.
+    return f"iconv -f {codec} -t utf-8 | jq -acn {program}"
 
 
-def records_inside(beginning: bytes, codec: str) -> list[Any]:
-    """Return the records of one list, or of one object over several lines. [] if it is cut."""
-    try:
-        value, _ = json.JSONDecoder().raw_decode(beginning.decode(codec))
-    except ValueError:
-        return []
-    if isinstance(value, dict):
-        key = _list_in(beginning[:_MOST_WHOLE_BYTES])
-        value = value.get(key, []) if key else [value]
-    return [each for each in value if isinstance(each, dict)]
+def records_inside(beginning: str) -> list[Any]:
+    """Return the first records of one list, or one object over several lines, that may be cut."""
+    decoder = json.JSONDecoder()
+    records: list[Any] = []
+    at = 1
+    if beginning.startswith("{"):
+        found = _first_list(beginning)
+        at = found.end() - 1 if found else 0
+    # Between records stand white space and commas. What is no record ends the list, or is cut.
+    with contextlib.suppress(ValueError):
+        while at < len(beginning):
+            if beginning[at] in " \t\r\n,":
+                at += 1
+                continue
+            value, at = decoder.raw_decode(beginning, at)
+            if isinstance(value, dict):
+                records.append(value)
+    return records
 
 
-def problem_of_json(path: Path, kind: InputKind, beginning: bytes, pipe: str) -> BadInput:
+def problem_of_json(path: Path, beginning: str) -> BadInput:
     """Return the error for one list, or for one object over several lines."""
     what = "one list of JSON"
-    if beginning.startswith(b"{"):
-        key = _list_in(beginning[:_MOST_WHOLE_BYTES])
-        what = "an object over several lines" + (f", with its records in the list {key}" if key else "")
-    stem = str(path.absolute()).removesuffix(_suffix_of(path.name))
-    new = quoted(f"{stem}.lines.jsonl")
-    moved = f"mv {quoted(path)} {quoted(f'{path}.whole')}"
-    remedy = f"{_OPENERS[kind.compression]} {quoted(path)} | {pipe} > {new} && {moved}"
-    return BadInput(path=path, found=what, expected="an object in each line", remedy=remedy)
+    if beginning.startswith("{"):
+        found = _first_list(beginning)
+        what = "an object over several lines" + (
+            f", with its records in the list {found[1]}" if found else ""
+        )
+    problem = BadInput(path=path, found=what, expected="an object in each line")
+    if _LONG_NUMBER.search(beginning):
+        problem.advise("jq before 1.7 rounds its integers above 2^53")
+    return problem
 
 
-def command_for_all(input_dir: Path, some: Sequence[str], pipe: str) -> str:
-    """Return the command that makes one file of JSON lines of all files with a suffix in a folder.
+def command_to_lines(input_dir: Path, pipes: Mapping[str, str], options: PlanOptions, *, most: int) -> str:
+    """Return the command that makes JSON lines of files, at once of all files of a folder that need the same.
 
-    ``some``: paths of these files in the input folder, which are all that have the suffix.
+    ``pipes``: of each file, by its path in the input folder; ``most``: files or folders.
     """
+    # The first subfolder may be a document's source, so files of several ones are not joined.
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, pipe in pipes.items():
+        folder, _, _ = name.rpartition("/")
+        groups.setdefault((folder.partition("/")[0], _suffix_of(name), pipe), []).append(name)
+    steps: list[str] = []
+    taken: set[Path] = set()
+    for (_, suffix, pipe), some in groups.items():
+        finds = "" if is_by_name(options) or len(some) == 1 else _finds_all(input_dir, some)
+        if finds:
+            read = f"{finds} -print0 | sort -z | xargs -0 {_opener(some[0])}"
+            new = _free(input_dir, f"{_common_folder(some) / 'objects'}", taken)
+            steps.append(
+                _step(read, pipe, new, f"{finds} -print0 | xargs -0 -I{{}} {_RENAME} {{}} {{}}.whole")
+            )
+            continue
+        for name in some[:most]:
+            new = _free(input_dir, f"{name.removesuffix(suffix)}.lines", taken)
+            renames = f"{_RENAME} {_word(name)} {_word(f'{name}.whole')}"
+            steps.append(_step(f"{_opener(name)} {_word(name)}", pipe, new, renames))
+    return f"(set -o pipefail; cd {quoted(input_dir)} && {' && '.join(steps[:most])})"
+
+
+def is_by_name(options: PlanOptions) -> bool:
+    """Return whether options depend on the names of files, and may not fit those of new files."""
+    patterns = [
+        *(pattern for pattern, _ in parsed_choices(options.encoding, "=")),
+        *(pattern for pattern, _ in parsed_choices(options.text_field, ":")),
+    ]
+    return any(patterns) or bool(options.split)
+
+
+def _step(read: str, pipe: str, new: str, renames: str) -> str:
+    """Return the commands that write lines, and then give the originals other names.
+
+    If one fails, the next does not begin. No file is replaced: ``ln`` fails where there is one.
+    """
+    part = _word(f"{new}.part")
+    return f"{read} | {pipe} > {part} && ln {part} {_word(new)} && unlink {part} && {renames}"
+
+
+def _opener(name: str) -> str:
+    """Return the command that prints files, without a byte order mark."""
+    return _OPENERS[input_kind(name).compression]
+
+
+def _word(name: str) -> str:
+    """Return a path in the input folder as a word of a command there, which is never a flag."""
+    return shell_word(f"./{name}" if name.startswith("-") else name)
+
+
+def _free(input_dir: Path, stem: str, taken: set[Path]) -> str:
+    """Return the path of a new file of JSON lines in the input folder, and add it to ``taken``."""
+    for number in itertools.count(1):
+        path = input_dir / f"{stem}{number if number > 1 else ''}.jsonl"
+        if path not in taken and not os.path.lexists(path):
+            break
+    taken.add(path)
+    return str(path.relative_to(input_dir))
+
+
+def _finds_all(input_dir: Path, some: Sequence[str]) -> str:
+    """Return the ``find`` that finds files by their suffix, or "" if it finds others, too."""
+    common = _common_folder(some)
     suffix = _suffix_of(some[0])
-    folder = input_dir.absolute() / _common_folder(some)
-    files = f"find {quoted(folder)} -name '*{suffix}'"
-    # A byte order mark that stands first in a file is dropped.
-    opener = _OPENERS[input_kind(some[0]).compression]
-    read = r"sed -s '1s/^\xef\xbb\xbf//'" if opener == "cat" else opener
-    lines = f"{files} -print0 | sort -z | xargs -0 {read} | {pipe} > {quoted(folder / 'objects.jsonl')}"
-    return f"{lines} && {files} -exec mv {{}} {{}}.whole ';'"
+    is_flat = all(Path(name).parent == common for name in some)
+    found: set[Path] = set()
+    for place, folders, files in os.walk(input_dir / common):
+        found.update(Path(place, name) for name in (*folders, *files) if name.endswith(suffix))
+        if is_flat:
+            break
+    if found != {input_dir / name for name in some}:
+        return ""
+    depth = " -maxdepth 1" if is_flat else ""
+    return f"find {_word(str(common))}{depth} -name '*{suffix}'"
 
 
 def _common_folder(names: Sequence[str]) -> Path:
@@ -100,24 +188,23 @@ def _suffix_of(name: str) -> str:
     return "".join(Path(name).suffixes[-num_suffixes:])
 
 
-def _is_over_lines(beginning: bytes) -> bool:
+def _is_over_lines(beginning: str) -> bool:
     """Return whether text begins with an object that ends in a later line, or where the text is cut."""
-    text = beginning.decode(errors="replace")
     try:
-        _, end = json.JSONDecoder().raw_decode(text)
+        _, end = json.JSONDecoder().raw_decode(beginning)
     except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
-    return "\n" in text[:end]
+        return error.msg.startswith("Unterminated string") or error.pos >= len(beginning.rstrip())
+    return "\n" in beginning[:end]
 
 
-def _list_in(data: bytes) -> str:
-    """Return the name of the first list of objects in an object that may be cut, or ""."""
-    for match in _LIST_IN_OBJECT.finditer(data):
-        before = _STRING.sub(b"", data[: match.start()])
-        depth = sum(map(before.count, (b"{", b"["))) - sum(map(before.count, (b"}", b"]")))
+def _first_list(beginning: str) -> re.Match[str] | None:
+    """Return the name and the beginning of the first list of objects in an object that may be cut."""
+    for match in _LIST_IN_OBJECT.finditer(beginning, 0, _MOST_WHOLE_CHARS):
+        before = _STRING.sub("", beginning[: match.start()])
+        depth = sum(map(before.count, "{[")) - sum(map(before.count, "}]"))
         if depth == 1:
-            return match[1].decode(errors="replace")
-    return ""
+            return match
+    return None
 
 
 def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) -> BadInput | None:
@@ -133,7 +220,7 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
                 look(value, f"{place}{name}.")
             elif isinstance(value, list) and value and isinstance(value[0], dict):
                 if "role" in value[0]:
-                    field = "" if place + name == "messages" else f" {_FIELD_FLAG}{place}{name}"
+                    field = "" if place + name == "messages" else f" {_FIELD_FLAG}{shlex.quote(place + name)}"
                     flags.append(f"--record chat{field}")
                 num_listed[place + name] += sum(map(_num_chars_inside, value))
 
@@ -161,7 +248,7 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
         problem.advise(f"plan with --transform FILE, whose function joins the texts in record{inside}")
         problem.remedy = "--transform FILE"
         return problem
-    flags += [f"{_FIELD_FLAG}{name}" for name, number in num_chars.most_common(1) if number]
+    flags += [_FIELD_FLAG + shlex.quote(name) for name, number in num_chars.most_common(1) if number]
     if not flags:
         problem.advise("no field has words")
     flags = list(dict.fromkeys(flags)) or [f"{_FIELD_FLAG}NAME"]
@@ -188,13 +275,13 @@ def flags_for_all(flags: Sequence[str], options: PlanOptions, *, keeps_field: bo
     others: list[str] = []
     for flag, _ in Counter(flags).most_common():
         if flag.startswith(_FIELD_FLAG):
-            fields.append(flag.removeprefix(_FIELD_FLAG))
+            fields += shlex.split(flag.removeprefix(_FIELD_FLAG))
         else:
             others.append(flag)
     if set(others) - {_AUTO} or (options.text_template and fields):
         return ""  # not all can be given together
     if len(fields) > keeps_field:
-        others.append(_FIELD_FLAG + ",".join(dict.fromkeys(fields)))
+        others.append(_FIELD_FLAG + shlex.quote(",".join(dict.fromkeys(fields))))
     return " ".join(others)
 
 

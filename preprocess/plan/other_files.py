@@ -209,9 +209,10 @@ def _kind_of(name: str, head: bytes) -> _Kind | None:
 
 def content_that_is_no_text(path: Path, head: bytes) -> tuple[str, str] | None:
     """Return what a file with a suffix of texts is instead, and what to do with it. None for text."""
-    has_controls = _BINARY.search(head[:_MAGIC_BYTES]) is not None
+    if not (_BINARY.search(head[:_MAGIC_BYTES]) or head.startswith(_TEXT_MAGICS)):
+        return None
     kind = _kind_of("", head)
-    if kind is None or not (has_controls or head.startswith(_TEXT_MAGICS)):
+    if kind is None:
         return None
     stem = quoted(path.with_suffix("").absolute())
     facts = {"file": quoted(path), "new": stem, "sql": ""}

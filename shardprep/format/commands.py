@@ -29,6 +29,7 @@ _Folder: TypeAlias = "DataFolder | str | os.PathLike[str]"  # of a data set
 _HEAD_BYTES = 4 << 20  # of plan.json; its head is longer only if a chat template is
 _MAKING = ("shard", "run", "blank")  # commands that take _KEPT
 _KEPT = ("max_bad_fraction", "engine", "memory_gb")  # flags of a process that its advice repeats
+_SWITCHES = ("dry_run", "json")  # flags of plan that have no --no-
 # Stand for the user's file and for the folder of the text where their place is not known.
 FILE = "FILE"
 RAW = "RAW"
@@ -85,6 +86,31 @@ def plan(input_dir: str, output_dir: str) -> str:
     """Return a command that plans. Words in capitals, such as RAW, stand for what the user has to give."""
     folders = ["--input_dir", input_dir, "--output_dir", output_dir]
     return _line("shardprep", "plan", *folders, "--model_id", "MODEL", "--num_shards", "N")
+
+
+def plan_again(flags: str) -> str:
+    """Return the ``plan`` of this process with more flags, or "" if this process does not plan."""
+    values = dict(given.flags())
+    if values.pop("command", "") != "plan":
+        return ""
+    name = ""
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            name = word.removeprefix("--")
+            values[name] = True
+        else:
+            values[name] = word
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is False and name not in _SWITCHES:
+            words.append(f"--no-{name}")
+        elif value is not None and value is not False:
+            is_path = isinstance(value, Path) or (name == "model_id" and os.path.exists(str(value)))  # noqa: PTH110
+            text = os.path.abspath(str(value)) if is_path else str(value)  # noqa: PTH100
+            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
+    return _line("shardprep", "plan", *words)
 
 
 def shard_without(name: str, shard_id: int, folder: _Folder) -> str:

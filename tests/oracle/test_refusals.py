@@ -199,6 +199,11 @@ SOURCES = {"a": "$DATA", "b": "$MIXED"}
 MIX: dict[str, Any] = {"weights": {"a": 1, "b": 1}}
 ASCENDING = "whole numbers that ascend from 0"
 
+LINES_OF_JSON = (
+    r"(set -o pipefail; cd $TMP/x && sed -s '1s/^\xef\xbb\xbf//' a.json | jq -cn 'inputs | .[]' "
+    "> a.lines.jsonl.part && ln a.lines.jsonl.part a.lines.jsonl && unlink a.lines.jsonl.part "
+    "&& mv --backup=numbered a.json a.json.whole) && shardprep plan --input_dir $TMP/x"
+)
 NO_IDS = (
     "[1,,2]", "[1,]", "[,]", "[1 2]", "[1, 2", "[-1]", "[1.5]", "[true]", "[[1]]", "[000000001]",
     "[12345678901]", "[9999999]", "[1, 2x",
@@ -263,9 +268,13 @@ ROWS = [
         files={"x/a.txt.gz": "the kettle\n"}),
     row("plan --input_dir $TMP/x", 65, expected="an intact file", files={"x/a.parquet": "the kettle\n" * 9}),
     row("plan --input_dir $TMP/x", 65, found="one list of JSON", expected="an object in each line",
-        remedy="cat $TMP/x/a.json | jq -c '.[]' > $TMP/x/a.lines.jsonl "
-        "&& mv $TMP/x/a.json $TMP/x/a.json.whole",
-        files={"x/a.json": '[{"text": "a"}]'}),
+        remedy=f"{LINES_OF_JSON} --output_dir $NEW --model_id $MODEL", files={"x/a.json": '[{"text": "a"}]'}),
+    row("plan --input_dir $TMP/x --keep_text --no-append_eos", 65, "$TMP/x/a.json",
+        found="one list of JSON", expected="an object in each line",
+        remedy=f"{LINES_OF_JSON} --keep_text --no-append_eos --output_dir $NEW --model_id $MODEL"
+        " --encoding auto --text_field body",
+        files={"x/a.json": json.dumps([{"body": "a text"}], indent=1),
+               "x/b.txt": "바닷가 마을의 겨울은 길다.\n".encode("cp949") * 9}),
     row("plan --stripe x", 2, found="--stripe x", expected="N[,SIZE][,POOL]"),
     # Shards.
     row("--shard_id 9", 66, found="shard 9", expected="0 to 2", remedy="--array=0-2"),

@@ -227,6 +227,7 @@ AROUND_FOLDERS = {
     "preprocess/make/reference.py": "a tokenizer's file",
     "preprocess/make/resources.py": "/proc and /sys",
     "preprocess/plan/inputs.py": "the raw input",
+    "preprocess/plan/mending.py": "names in the raw input",
     "preprocess/plan/scratch.py": "scratch folders",
     "preprocess/plan/table_versions.py": "the raw input",
     "preprocess/plan/task_plan.py": "a model's folder, and a new folder",

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.input_writers import table_bytes
-from tests.world import Ended, World
+from tests.world import Ended, World, type_in
 
 KOREAN = ["바닷가 마을의 겨울은 길다.", "도서관 창가 자리에서 책을 읽는다.", "오늘은 비가 오고 바람이 분다."]
 ENGLISH = ["The kettle sings.", "Nobody is listening.", "Red, green and blue."]
@@ -24,14 +24,18 @@ RIGHT = [{"text": text} for text in KOREAN + ENGLISH]
 INDENTED = json.dumps({"dataset": {"name": "a"}, "data": RIGHT}, ensure_ascii=False, indent=2)
 # A file of which nothing can be made -> words of what is said about it.
 WRONG: dict[str, tuple[str, bytes, list[str]]] = {
-    "a list": ("w.json", json.dumps(RIGHT, indent=1).encode(), ["one list", "jq -c '.[]'"]),
-    "a list in a line": ("w.jsonl", json.dumps(RIGHT).encode(), ["one list", "jq -c '.[]'"]),
-    "a compressed list": ("w.json.gz", gzip.compress(json.dumps(RIGHT).encode()), ["zcat", "jq -c '.[]'"]),
-    "an object over lines": ("w.json", INDENTED.encode(), ["several lines", "jq -c '.data[]'"]),
+    "a list": ("w.json", json.dumps(RIGHT, indent=1).encode(), ["one list", "jq -cn 'inputs | .[]'"]),
+    "a list in a line": ("w.jsonl", json.dumps(RIGHT).encode(), ["one list", "jq -cn 'inputs | .[]'"]),
+    "a compressed list": (
+        "w.json.gz",
+        gzip.compress(json.dumps(RIGHT).encode()),
+        ["zcat", "jq -cn 'inputs | .[]'"],
+    ),
+    "an object over lines": ("w.json", INDENTED.encode(), ["several lines", "jq -cn 'inputs | .data[]'"]),
     "an object with another field": (
         "w.json",
         json.dumps({"id": 1, "body": "a text"}, indent=1).encode(),
-        ["jq -c '.'", "--text_field text,body"],
+        ["jq -cn 'inputs | .'", "--text_field text,body"],
     ),
     "another field": (
         "w.jsonl",
@@ -118,10 +122,50 @@ def test_one_command_makes_lines_of_all_objects(tmp_path: Path, encoding: str) -
         content = json.dumps({"name": "a", "data": records}, ensure_ascii=False, indent=2)
         files[f"it's here/{number}.json"] = content.encode(encoding)
     world = World(tmp_path).raw(files)
-    refused = world.try_plan(recursive=True).ends(65, "0.json", "5.json")
-    subprocess.run(["bash", "-c", remedy_of(refused)], check=True)
-    assert "--also" not in world.try_plan(num_shards=1, recursive=True).ends(0).text
+    refused = world.try_plan(num_shards=1, recursive=True).ends(65, "0.json", "5.json")
+    assert "--also" not in paste(refused).ends(0).text
     assert world.run(0).texts() == ["right", *texts]
+
+
+@pytest.mark.processes
+def test_what_a_refusal_says_to_type_mends_all_files_and_plans(tmp_path: Path) -> None:
+    if not shutil.which("jq"):
+        pytest.skip("jq is not installed")
+    world = World(tmp_path).raw({
+        "a.json": json.dumps({"my text": "a text"}, indent=1),
+        "b.json": json.dumps({"data": [{"body": "a body"}]}, indent=1),
+        "c.jsonl": [{"content": "a line"}],
+        "d.txt": "\n".join(KOREAN * 3).encode("cp949"),
+    })  # fmt: skip
+    paste(world.try_plan(num_shards=1)).ends(0)
+    assert sorted(world.run(0).texts()) == sorted(["a text", "a body", "a line", *KOREAN * 3])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("broken", [b"7", b'[{"text": "a', b"\xff"])
+def test_what_mends_files_leaves_all_as_they_were_if_one_of_them_fails(tmp_path: Path, broken: bytes) -> None:
+    if not shutil.which("jq"):
+        pytest.skip("jq is not installed")
+    files: dict[str, Any] = {f"-{name}.json": json.dumps(RIGHT).encode("cp949") for name in "a'\n"}
+    world = World(tmp_path).raw(files)
+    mending, _, _ = remedy_of(world.try_plan(num_shards=1).ends(65)).rpartition(" && ")
+    place = world.raw_dir / "-'.json"
+    place.write_bytes(broken)
+    assert subprocess.run(["bash", "-c", mending], check=False, capture_output=True).returncode
+    assert {path.name for path in world.raw_dir.iterdir()} - files.keys() <= {"objects.jsonl.part"}
+    place.write_bytes(files[place.name])
+    subprocess.run(["bash", "-c", mending], check=True)
+    assert sorted(path.name for path in world.raw_dir.iterdir()) == sorted(
+        [*(f"{name}.whole" for name in files), "objects.jsonl"]
+    )
+    assert len((world.raw_dir / "objects.jsonl").read_text().splitlines()) == len(RIGHT) * 3
+
+
+def paste(refused: Ended) -> Ended:
+    """Type what an error says to type, in a shell, but for the ``plan`` at its end."""
+    mending, _, planning = remedy_of(refused).rpartition(" && ")
+    subprocess.run(["bash", "-c", mending], check=True)
+    return type_in(planning)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -24,9 +24,25 @@ from slurm.submission import JobsToSend
 
 
 def announce(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
-    """Append the submission to the history, and print its jobs."""
-    shards_of = {each.job_id: list(itertools.chain(*each.shards_of_tasks())) for each in submission.arrays}
-    sent = set(itertools.chain(*shards_of.values()))
+    """Append the submission to the history, and print its jobs. An earlier controller is cancelled."""
+    _append_event(options, state, submission, controller)
+    for array in submission.arrays:
+        print_lines(_array_line(array))
+    print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
+    if controller:
+        before = other_controllers(state)
+        if before:  # two controllers would send failed shards twice
+            with contextlib.suppress(ShardprepError):
+                run_slurm("scancel", *before)
+        print_lines(f"job {controller}: {CONTROLLER_TEXT}")
+    if not options.wait:
+        print_lines(f"next: {commands.on('status', state.folder, '--watch')}")
+
+
+def _append_event(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
+    sent: set[int] = set()
+    for array in submission.arrays:
+        sent.update(*array.shards_of_tasks())
     causes = {}
     for cause, failed in state.failed_by_cause().items():
         again = sent.intersection(each.shard_id for each in failed)
@@ -38,24 +54,18 @@ def announce(options: SendOptions, state: DatasetState, submission: Submission, 
         if options.command == "retry":
             facts["round"] = options.round or 1
     job_files.append_event(DataFolder(state.folder), options.command, **facts)
-    for array in submission.arrays:
-        mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
-        limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
-        ids = shards_of[array.job_id]
-        tasks = counted(len(array.tasks), "task")
-        if len(ids) > len(array.tasks):
-            tasks += f" of up to {math.ceil(len(ids) / len(array.tasks))} shards"
-        limit += _node_hours_text(array)
-        print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
-    print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
-    if controller:
-        before = other_controllers(state)
-        if before:  # two controllers would send failed shards twice
-            with contextlib.suppress(ShardprepError):
-                run_slurm("scancel", *before)
-        print_lines(f"job {controller}: {CONTROLLER_TEXT}")
-    if not options.wait:
-        print_lines(f"next: {commands.on('status', state.folder, '--watch')}")
+
+
+def _array_line(array: JobArray) -> str:
+    """Return a line about an array: its tasks, what each may use, and its shards."""
+    mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
+    limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
+    ids = list(itertools.chain(*array.shards_of_tasks()))
+    tasks = counted(len(array.tasks), "task")
+    if len(ids) > len(array.tasks):
+        tasks += f" of up to {math.ceil(len(ids) / len(array.tasks))} shards"
+    limit += _node_hours_text(array)
+    return f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}"
 
 
 def _node_hours_text(array: JobArray) -> str:

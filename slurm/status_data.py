@@ -6,44 +6,30 @@ import os
 import re
 import shlex
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from shardprep.format import commands
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.data_folder import DataFolder
-from shardprep.format.jobs import read_events, user_name
+from shardprep.format.jobs import read_events
 from shardprep.format.manifest import Manifest, sum_of_sources
 from shardprep.format.names import id_ranges
 from slurm.attempts import Shard
 from slurm.causes import BAD_INPUT, NODE_FAIL, VANISHED, cause_of_record, remedy_of
 from slurm.log_ends import last_lines, log_tail
 from slurm.own import why_not_retried
-from slurm.reasons import meaning_of
-from slurm.squeue import Job, StateName
+from slurm.speed import speed_of
+from slurm.squeue import StateName
 from slurm.state import DatasetState
+from slurm.waits import Wait, lost_controller, verify_trouble, waits_of
 
 T = TypeVar("T")
 STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning
 _NEEDED_BAD_FRACTION = r"--max_bad_fraction ([0-9.]+)"  # in the message about too many bad documents
-# Events of --until_done: the last one in the history says whether a controller should exist.
-_CONTROLLER_EVENTS = {"submit", "retry", "cancel", "finished", "stopped"}
 MAX_FAILURES = 8  # shown with the last lines of their logs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wait:
-    """A reason for which shards wait, or are suspended."""
-
-    reason: str  # Slurm's
-    means: str
-    to_type: str  # a command, if a person must act
-    starts: str  # when Slurm expects the first start, in local time, or ""
-    shards: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +117,10 @@ def status_of(state: DatasetState) -> Status:
     by_cause = state.failed_by_cause()
     queue = state.queue
     history = read_events(DataFolder(state.folder))
-    waits = _waits_for(state)
+    waits = waits_of(state)
     made = list(state.made.done.values())
     sources = sum_of_sources(each.counts.sources for each in made)
-    tokens_per_s, left_s = _speed(state, waits)
+    tokens_per_s, left_s = speed_of(state, waits)
     return Status(
         folder=str(state.folder),
         num_shards=state.plan.num_shards,
@@ -161,7 +147,7 @@ def status_of(state: DatasetState) -> Status:
         broken={str(shard_id): why for shard_id, why in state.made.broken.items()},
         wrong=id_ranges(state.made.wrong),
         findings={str(number): each.message for number, each in state.made.wrong.items()},
-        verify_trouble=_verify_trouble(state),
+        verify_trouble=verify_trouble(state),
         verified=state.is_verified,
         can_write=os.access(state.folder, os.W_OK),
         accepting_args=_accepting_args(by_cause.get(BAD_INPUT, [])),
@@ -172,7 +158,7 @@ def status_of(state: DatasetState) -> Status:
         unrecorded_jobs=queue.unrecorded,
         foreign_jobs=queue.foreign,
         controller_jobs=queue.controllers,
-        controller_lost=_lost_controller(state, history),
+        controller_lost=lost_controller(state, history),
         slurm_away=queue.away,
         why_not_visible=state.why_not_visible(),
         history=history,
@@ -254,23 +240,6 @@ def _unexplained(state: DatasetState) -> str:
     return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
 
 
-def _verify_trouble(state: DatasetState) -> str:
-    """Return why the newest verify job did not verify the data set or never will, or ""."""
-    if not state.submissions or state.is_verified or state.queue.away:
-        return ""
-    newest = state.submissions[-1]
-    job = state.queue.jobs.get((newest.number, newest.verify.job_id, 0))
-    if job and job.is_waiting:
-        means, action = meaning_of(job.reason)
-        return f"waits for {job.reason}: {means}" if action else ""
-    if job and job.is_live:
-        return ""
-    for record in state.records.own:
-        if record.job_id == newest.verify.job_id:
-            return f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
-    return ""
-
-
 def _accepting_args(failed: Sequence[Shard]) -> str:
     """Return worker_args with a --max_bad_fraction that accepts all these shards of bad input, or ""."""
     needed: list[float] = []
@@ -282,91 +251,3 @@ def _accepting_args(failed: Sequence[Shard]) -> str:
     request = failed[0].attempts[-1].request
     args = request.worker_args if request else ""  # if it has this flag, too, the later one counts
     return f"{args} --max_bad_fraction {max(needed):g}".strip()
-
-
-def _waits_for(state: DatasetState) -> list[Wait]:
-    """Return the reasons for which jobs wait, their meaning, and the command to type if one is needed."""
-    shards_of: dict[str, list[int]] = {}
-    for shard in state.shards:
-        job = _job_of(shard) if shard.state in ("pending", "running") else None
-        if job and job.waits_for:
-            shards_of.setdefault(job.waits_for, []).append(shard.shard_id)
-    waits = []
-    for reason, shard_ids in shards_of.items():
-        means, action = meaning_of(reason)
-        jobs = [job for job in state.queue.jobs.values() if job.waits_for == reason]
-        starts = ""
-        to_type = ""
-        if action == "release":
-            ids = sorted({job.job_id for job in jobs}, key=int)
-            to_type = f"scontrol release {','.join(ids)}"
-        elif action == "cancel":
-            to_type = commands.on("cancel", state.folder)
-        elif not action:  # if a person must act first, the start that Slurm expects does not matter
-            starts = min((job.start_time for job in jobs if job.start_time), default="")
-        waits.append(
-            Wait(reason=reason, means=means, to_type=to_type, starts=starts, shards=id_ranges(shard_ids))
-        )
-    return waits
-
-
-def _job_of(shard: Shard) -> Job | None:
-    """Return the job by which a shard has its state."""
-    for attempt in shard.attempts:
-        if attempt.state == shard.state and attempt.job:
-            return attempt.job
-    return None
-
-
-def _lost_controller(state: DatasetState, history: Sequence[dict[str, object]]) -> str:
-    """Return the id of a controller that is gone without an event that says why, or ""."""
-    events = [each for each in history if each["event"] in _CONTROLLER_EVENTS and not each.get("shards")]
-    if not events or not state.submissions or state.queue.away:
-        return ""
-    last = events[-1]
-    if last.get("user") != user_name():
-        return ""  # the event is of the folder that this one was copied from, or of another user
-    job_id = str(last.get("controller", ""))
-    return "" if job_id in state.queue.controllers else job_id
-
-
-def _speed(state: DatasetState, waits: Sequence[Wait]) -> tuple[int | None, int | None]:
-    """Return tokens per second since the newest submission, and the seconds left by input bytes."""
-    recent = list(state.made.done.values())
-    since = 0.0
-    if state.submissions:
-        newest = state.submissions[-1]
-        since = newest.submitted
-        job_ids = {array.job_id for array in newest.arrays}
-        recent = [each for each in recent if each.run.job_id in job_ids or each.run.began >= since]
-    if not recent:
-        return None, None
-    queued = state.ids("running", "pending")
-    until = time.time() if queued else max(each.run.ended for each in recent)
-    since = since or min(each.run.began for each in recent)
-    took_s = max(until - since, 1e-3)
-    tokens_per_s = round(sum(each.counts.num_tokens for each in recent) / took_s)
-
-    since_last_s = time.time() - max(each.run.ended for each in recent)
-    running: list[float] = []
-    for shard in state.shards:
-        if shard.state != "running":
-            continue
-        last = shard.attempts[-1]
-        elapsed_s: float = last.elapsed_s
-        if len(last.shards) > 1:  # it is late if it has made none for long
-            elapsed_s = min(elapsed_s, since_last_s)
-        running.append(elapsed_s)
-    is_stuck = not running or any(meaning_of(each.reason)[1] for each in waits)
-    # If a task takes much longer than any before, no estimate is possible.
-    is_late = max(running, default=0) > 30 + 2 * max(each.run.wall_s for each in recent)
-    num_bytes = sum(each.counts.input_bytes for each in recent)
-    if is_stuck or is_late or not num_bytes:
-        return tokens_per_s, None
-    sizes = state.plan.shard_bytes()  # reads the whole table of the plan
-    left_s = round(sum(sizes[shard_id] for shard_id in queued) * took_s / num_bytes)
-    for each in waits:  # shards are not made before their job starts
-        if each.starts:
-            starts = time.mktime(time.strptime(each.starts, "%Y-%m-%dT%H:%M:%S"))
-            left_s = max(left_s, round(starts - time.time()))
-    return tokens_per_s, left_s

@@ -14,7 +14,8 @@ from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import ids_of_ranges, quarantine_name
 from slurm.causes import BAD_INPUT, OUT_OF_MEMORY, TIMEOUT
-from slurm.status_data import MAX_FAILURES, Failure, Status, Wait, newest_failures
+from slurm.status_data import MAX_FAILURES, Failure, Status, newest_failures
+from slurm.waits import Wait
 
 _MAX_EVENTS = 5  # of the history
 _MAX_EVENT_CHARS = 400

@@ -97,7 +97,7 @@ def test_reading_a_plan_loads_no_command_line() -> None:
 SLURM = (
     *("commands", "request", "limits", "partitions", "accounts", "refusals", "site", "reasons"),
     *("job_names", "squeue", "queue", "log_ends", "causes", "attempts", "state", "own", "fit", "nodes"),
-    *("scripts", "sbatch", "checks", "status_data", "status_text", "status"),
+    *("scripts", "sbatch", "checks", "waits", "speed", "status_data", "status_text", "status"),
     *("report_data", "report_page", "report", "logs"),
     *("controller", "submission", "announce", "send", "submit", "submitit", "retry", "cancel"),
 )
@@ -135,6 +135,8 @@ SHOWN = {
         "state",
         "status",
         "status_data",
+        "waits",
+        "speed",
         "logs",
         "report",
         "report_data",

@@ -1019,7 +1019,7 @@ def test_json_has_its_fields_and_the_page_names_no_others(desk: Desk, command: s
 
 def test_speed_is_measured_since_the_newest_submission_and_the_rest_includes_waits(desk: Desk) -> None:
     now = time.time()
-    desk.patch.setattr("slurm.status_data.time.time", lambda: now)
+    desk.patch.setattr("slurm.speed.time.time", lambda: now)
     desk.submitted(submitted=now - 1000)
     desk.submitted(array("5"), verify="6", number=1, submitted=now - 60)
     desk.queue(squeue_line("1-4", "RUNNING", job="5"))
@@ -1041,7 +1041,7 @@ def test_speed_is_measured_since_the_newest_submission_and_the_rest_includes_wai
 
 def test_a_job_of_all_shards_is_late_only_if_it_has_made_none_for_long(desk: Desk) -> None:
     now = time.time()
-    desk.patch.setattr("slurm.status_data.time.time", lambda: now)
+    desk.patch.setattr("slurm.speed.time.time", lambda: now)
     desk.submitted(array(tasks=["0-4"]), submitted=now - 7200)
     desk.queue(squeue_line("0", "RUNNING", elapsed="1:59:00"))
     of_job = {"SLURM_ARRAY_JOB_ID": "1"}

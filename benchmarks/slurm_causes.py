@@ -142,7 +142,14 @@ def main() -> int:
 def cluster() -> Iterator[Site]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-causes-"))
     kept = {name: value for name, value in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP", name)}
-    options = {"NUM_NODES": "5", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "ACCOUNTING": "1", "CGROUP": "1"}
+    options = {
+        "NUM_NODES": "5",
+        "NODE_PREFIX": "n",
+        "NODE_CPUS": "4",
+        "NODE_MEM_MB": "4000",
+        "ACCOUNTING": "1",
+        "CGROUP": "1",
+    }
     options |= {"CLUSTER_DIR": str(folder / "c"), "SLURM_CONF": str(folder / "c" / "slurm.conf")}
     options |= {
         "XDG_CONFIG_HOME": str(folder),

@@ -14,8 +14,9 @@ from loader.batch.run_reader import RunReader
 from loader.order.hashes import Int64s
 from loader.order.mixture import Position, Run
 from loader.order.order import share
-from loader.read.chunks import Chunk, Ragged, Window
-from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
+from loader.read.chunks import Window, window_of_lengths
+from loader.read.json_ids import join_ranges
+from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS, ShardReader
 from loader.read.samples import JoinedRows, Samples
 from shardprep.format.idx import IDX_DTYPES, idx_num_bytes
 
@@ -37,47 +38,45 @@ class ReadsForecast:
 
 
 class _Unread:
-    """Samples of a source that are not read: only the shards that a worker opens for them are noted."""
+    """Samples of a source that a worker does not read: the shards that it would open are noted."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Samples, opened: list[int]) -> None:
         self._samples = samples
+        self._sample_bytes = samples.shards.tar_bytes / samples.num_samples
         self._open: OrderedDict[int, None] = OrderedDict()  # shards, the latest one last
-        self.num_opened = 0
-        self.num_samples = 0
-        self.window_samples = 0  # of the largest window
+        self._opened = opened  # gets each shard that is opened
+        self.num_bytes = 0.0
+        self.window_bytes = 0.0  # of the largest window
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
 
-    def num_tokens(self, reader: object, samples: Int64s) -> Int64s:  # noqa: ARG002 - nothing is read
-        return np.zeros_like(samples)  # a window in another order is in the same shards
+    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
+        self._open_each(reader.opening_order(np.unique(self._samples.shards.shard_of(samples))))
+        # Lengths decide the order inside of a window, but not its shards.
+        return np.zeros_like(samples)
 
-    def read(self, reader: object, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        self.num_samples += samples.size
-        self.window_samples = max(self.window_samples, samples.size)
-        for shard in self._shards_of(samples, offset).tolist():
+    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
+        if isinstance(self._samples, JoinedRows):
+            shards = _shards_of_rows(self._samples, reader, samples, offset)
+            self._open_each(shards)
+        else:
+            shards = self._samples.shards.shard_of(samples)
+        self._open_each(reader.opening_order(np.unique(shards)))
+        num_bytes = samples.size * self._sample_bytes
+        self.num_bytes += num_bytes
+        self.window_bytes = max(self.window_bytes, num_bytes)
+        return window_of_lengths(np.zeros(samples.shape, np.int32))
+
+    def _open_each(self, shards: Int64s) -> None:
+        """Open shards like ``ShardReader``."""
+        for shard in shards.tolist():
             if shard not in self._open:
-                self.num_opened += 1
+                self._opened.append(shard)
                 self._open[shard] = None
             self._open.move_to_end(shard)
             if len(self._open) > MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)
-        lengths = np.zeros(samples.shape, np.int32)
-
-        def chunk_of(first: int, end: int) -> Chunk:
-            here = lengths[:, first:end]
-            return Chunk(lengths=here, ids=Ragged.of_joined(np.zeros(0, np.int32), here))
-
-        return chunk_of
-
-    def _shards_of(self, samples: Int64s, offset: int) -> Int64s:
-        """Return the shards of samples, ascending. A row that is packed at load may lie in several."""
-        joined = self._samples
-        if not isinstance(joined, JoinedRows):
-            return np.unique(joined.shards.shard_of(samples))
-        first = (offset + samples * joined.row_tokens) % joined.num_offsets
-        last = (first + joined.row_tokens - 1) % joined.num_offsets
-        return np.unique(np.searchsorted(joined.first_token, [first, last], side="right") - 1)
 
     def held(self) -> tuple[int, int]:
         """Return how many files are open, and the bytes of idx records in memory."""
@@ -95,6 +94,26 @@ class _Unread:
         return num_files, num_bytes
 
 
+def _shards_of_rows(joined: JoinedRows, reader: ShardReader, samples: Int64s, offset: int) -> Int64s:
+    """Return the shards in which ``JoinedRows.read`` looks for rows, in its order."""
+    rows = np.unique(samples)
+    is_first = np.diff(rows, prepend=-2) != 1
+    # Of each span of consecutive rows: int64[spans].
+    first_row = rows[is_first]
+    last_row = rows[np.append(is_first[1:], True)]
+    begin = (offset + first_row * joined.row_tokens) % joined.num_offsets
+    end = begin + (last_row - first_row + 1) * joined.row_tokens
+    # The stream is circular. borders: where shards begin in two turns of it, int64[2 * shards].
+    num_shards = joined.shards.num_shards
+    borders = np.concatenate([joined.first_token[:-1], joined.first_token[:-1] + joined.num_offsets])
+    first_shard = np.searchsorted(borders, begin, side="right") - 1
+    num_touched = np.searchsorted(borders, end, side="left") - first_shard
+    spans = reader.opening_order(np.arange(len(begin)))
+    shards = join_ranges(first_shard[spans], num_touched[spans]) % num_shards
+    has_tokens = np.diff(joined.first_token) > 0
+    return shards[has_tokens[shards]]
+
+
 def reads_of(
     run: Run,
     samples: Mapping[str, Samples],
@@ -106,43 +125,36 @@ def reads_of(
 ) -> ReadsForecast:
     """Follow the workers of a node's ranks through the first steps of a run, at most its first epoch."""
     num_steps = min(num_steps, run.steps_in(0))
-    end = min(run.tick_of(Position(num_steps)), run.ticks_in(0))
-    sample_bytes = {name: each.shards.tar_bytes / each.num_samples for name, each in samples.items()}
-    opened = Counter[int]()  # by step
-    num_bytes = 0.0
-    window_bytes = 0.0
-    num_files = 0
-    idx_bytes = 0
+    first_ticks = [run.tick_of(Position(step)) for step in range(num_steps)]
+    end = first_ticks[-1] + run.ticks_in_step(num_steps - 1)
+    num_opened = Counter[int]()  # by step
+    unread: list[_Unread] = []
     for rank in ranks:
         slots = share(range(run.order.num_slots), rank, world_size)
-        of_rank = min(max(num_workers, 1), len(slots))
+        of_rank = min(num_workers, len(slots))
         for number in range(of_rank):
-            unread: dict[str, Any] = {name: _Unread(each) for name, each in samples.items()}
-            reader = RunReader(run, unread, share(slots, number, of_rank))
-            chunks = reader.chunks(0, 0, end, endless=False)
+            opened: list[int] = []
+            sources: dict[str, Any] = {name: _Unread(each, opened) for name, each in samples.items()}
+            unread += sources.values()
+            chunks = RunReader(run, sources, share(slots, number, of_rank)).chunks(0, 0, end, endless=False)
             tick = 0
             while tick < end:
-                step = bisect_right(range(num_steps), tick, key=lambda step: run.tick_of(Position(step))) - 1
-                num_before = sum(each.num_opened for each in unread.values())
+                step = bisect_right(first_ticks, tick) - 1
+                num_before = len(opened)
                 tick += next(chunks).num_ticks
-                opened[step] += sum(each.num_opened for each in unread.values()) - num_before
-            for name, each in unread.items():
-                num_bytes += each.num_samples * sample_bytes[name]
-                window_bytes += each.window_samples * sample_bytes[name]
-                files_of_source, bytes_of_source = each.held()
-                num_files += files_of_source
-                idx_bytes += bytes_of_source
+                num_opened[step] += len(opened) - num_before
+    held = [each.held() for each in unread]
     return ReadsForecast(
         first_rank=ranks.start,
         num_ranks=len(ranks),
         num_workers=num_workers,
         num_steps=num_steps,
-        num_opened=opened.total(),
-        most_opened=max(opened.values(), default=0),
-        num_files=num_files,
-        step_bytes=num_bytes / num_steps,
-        window_bytes=int(window_bytes),
-        idx_bytes=idx_bytes,
+        num_opened=num_opened.total(),
+        most_opened=max(num_opened.values()),
+        num_files=sum(num_files for num_files, _ in held),
+        step_bytes=sum(each.num_bytes for each in unread) / num_steps,
+        window_bytes=int(sum(each.window_bytes for each in unread)),
+        idx_bytes=sum(idx_bytes for _, idx_bytes in held),
     )
 
 
@@ -153,6 +165,5 @@ def staged_bytes(samples: Mapping[str, Samples]) -> int:
         for part in each.shards.parts:
             num_bytes += int(part.tar_bytes.sum())
             if part.records is None:
-                counts = part.num_samples.tolist()
-                num_bytes += sum(idx_num_bytes(part.spec.kind, count) for count in counts)
+                num_bytes += int(idx_num_bytes(part.spec.kind, part.num_samples).sum())
     return num_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,23 +27,36 @@ class Proxy:
     weights: list[tuple[int, Mapping[str, float]]]  # of samples
     global_batch_size: list[tuple[int, int]]
 
+    def arguments(self, *, is_mixture: bool) -> dict[str, Any]:
+        """Return the arguments in which the proxy's loader differs from one of all data."""
+        data: Any = self.input_shards
+        if not is_mixture:
+            (data,) = self.input_shards.values()
+            return {"input_shards": data, "global_batch_size": self.global_batch_size}
+        mixture = {"input_shards": data, "weights": self.weights, "weights_in": "samples"}
+        return {**mixture, "global_batch_size": self.global_batch_size}
+
 
 def proxy_of(
-    large: RunForecast, samples: Mapping[str, Samples], *, scale: float, step_samples: int | None
+    large: RunForecast, samples: Mapping[str, Samples], *, scale: float, step_samples: object
 ) -> Proxy:
     """Return the proxy of a run whose sources are ``samples``. Raises UsageError.
 
     ``step_samples``: its global batch size; None: as the large run's.
     """
-    sizes = {each.name: each.num_samples for each in large.sources}
-    if sizes.keys() != samples.keys():
-        expected = f"those of --like: {', '.join(sizes)}"
-        raise UsageError(found=f"sources {', '.join(samples)}", expected=expected)
+    if not isinstance(step_samples, int | None):
+        raise UsageError.of_value("--global_batch_size", step_samples, "one number with --like")
+    sizes = {source.name: source.num_samples for source in large.sources}
+    sizes_here = {name: each.num_samples for name, each in samples.items()}
+    if sizes_here != sizes:
+        expected = f"{sizes}, those of --like; give the same DATA and --seq_len"
+        raise UsageError(found=f"samples of sources {sizes_here}", expected=expected)
     weights = []
     step_sizes = []
     wanted = 0.0  # samples of the proxy, to the end of the stage
-    done = step = 0
-    ends = [stage.step for stage in large.stages[1:]] + [large.num_steps]
+    done = 0
+    step = 0
+    ends = [*(stage.step for stage in large.stages[1:]), large.num_steps]
     for stage, end in zip(large.stages, ends, strict=True):
         size = step_samples or stage.global_batch_size
         wanted += (end - stage.step) * stage.global_batch_size * scale

@@ -27,7 +27,7 @@ from loader.dataloader import get_llama3_dataloader
 from loader.order.hashes import Int64s
 from loader.order.mixture import Position, Run
 from loader.order.state import STATE_FORMAT
-from loader.read.chunks import Chunk, Ragged, Window
+from loader.read.chunks import Window, window_of_lengths
 from loader.read.reading import ShardReader
 from loader.read.samples import JoinedRows, Samples
 from loader.read.shards import VALIDATION, ShardSet
@@ -182,6 +182,13 @@ def options_of_state(state: Mapping[str, Any]) -> dict[str, object]:
         raise BrokenShard("the state is damaged: it lacks values; take another checkpoint") from None
 
 
+def refuse_missing_sources(run: Run, samples: Mapping[str, Samples]) -> None:
+    """Raise UsageError if DATA lacks a source that the run has had."""
+    for source in run.sources:
+        if source.name not in samples:
+            raise UsageError(found=f"no data for source {source.name}", expected=f"{source.name}=PATH")
+
+
 def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     """Print the steps before the loader's position that saw blanked documents. Returns the exit code."""
     run = loader.run
@@ -264,26 +271,19 @@ class _MarkedSamples:
         if getattr(self._samples, "keeps_tail", False):  # the last row is not full
             end = np.minimum(end, self._size)
         is_marked = np.searchsorted(self._ends, first, "right") < np.searchsorted(self._begins, end, "left")
-        lengths = is_marked.astype(np.int32) * np.int32(self._mark)
-
-        def chunk_of(first: int, end: int) -> Chunk:
-            here = lengths[:, first:end]
-            return Chunk(lengths=here, ids=Ragged.of_joined(np.zeros(0, np.int32), np.zeros_like(here)))
-
-        return chunk_of
+        return window_of_lengths(is_marked.astype(np.int32) * np.int32(self._mark))
 
 
 def _steps_with_blanks(run: Run, samples: Mapping[str, Samples], num_steps: int) -> dict[int, Counter[str]]:
     """Count the samples with blanked documents, by step and source, in the steps before ``num_steps``."""
+    refuse_missing_sources(run, samples)
     marked: dict[str, Any] = {}
     num_blanked = 0
     for mark, source in enumerate(run.sources, 1):
-        name = source.name
-        if name not in samples:
-            raise UsageError(found=f"no data for source {name}", expected=f"{name}=PATH")
-        blanked = _blanked_samples(samples[name].shards)
+        of_source = samples[source.name]
+        blanked = _blanked_samples(of_source.shards)
         num_blanked += len(blanked)
-        marked[name] = _MarkedSamples(samples[name], blanked, mark)
+        marked[source.name] = _MarkedSamples(of_source, blanked, mark)
     if not num_blanked:
         raise NotFound(found="no blanked document in DATA", expected="a data set that 'blank' made")
     reader = RunReader(run, marked, range(run.order.num_slots))

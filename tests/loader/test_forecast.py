@@ -15,7 +15,7 @@ import pytest
 
 from loader import TokenLoader
 from tests.oracle.forms import DataSets
-from tests.world import call_main, open_loader
+from tests.world import call_main, flags_of, open_loader
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -84,37 +84,49 @@ def test_a_forecast_equals_what_a_loader_delivers(
         assert {number: count for number, count in enumerate(each.times_seen) if count} == +times
 
 
+@pytest.mark.parametrize("most_open", [1, 2, 128])
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", ["documents", "mixture", "grouped", "joined"])
 def test_the_command_counts_the_shards_that_readers_of_a_node_open(
-    numbered: Path, mixed: bool, world_size: int
+    numbered: Path, sets: DataSets, kind: str, world_size: int, most_open: int
 ) -> None:
     tars = [numbered / f"part-0{number}.tar" for number in range(3)]
-    data: Any = {"a": tars[:1], "b": tars[1:]} if mixed else tars
-    words = [f"a={tars[0]}", f"b={tars[1]}", f"b={tars[2]}"] if mixed else [str(tar) for tar in tars]
-    options: dict[str, Any] = {"model_id": numbered, "num_workers": 0, "batch_size": 8 // world_size}
-    if mixed:
-        words += ["--weights", '{"a": 1, "b": 2}', "--weights_in", "samples"]
+    data: Any = tars
+    options: dict[str, Any] = {"model_id": numbered, "global_batch_size": 8}
+    if kind == "mixture":
+        data = {"a": tars[:1], "b": tars[1:]}
         options |= {"weights": {"a": 1, "b": 2}, "weights_in": "samples"}
-    words += ["--global_batch_size", "8", "--num_workers", "1", "--model_id", str(numbered)]
-    words += ["--world_size", str(world_size)]
-    ended = call_main("forecast", *words, "--num_steps", 9, "--step_s", 10, "--json")
-    (reads,) = json.loads(ended.out)["reads"]
-    opened_in = Counter[int]()  # by step
-    for rank in range(world_size):
-        module = "loader.read.reading.OpenShard"
-        real = __import__("loader.read.reading", fromlist=["x"]).OpenShard
-        with (
-            open_loader(data, rank=rank, world_size=world_size, **options) as loader,
-            mock.patch(module, wraps=real) as opened,
-        ):
-            num_opened = 0
-            for step, _ in enumerate(islice(loader, 6)):
-                opened_in[step] += opened.call_count - num_opened
-                num_opened = opened.call_count
+    if kind == "grouped":
+        options["group_by_length"] = 2
+    if kind == "joined":
+        data = [sets["documents"]]
+        options = {"seq_len": 16, "global_batch_size": 8}
+    words = [f"{name}={tar}" for name in data for tar in data[name]] if kind == "mixture" else data
+    flags = options | ({"weights": json.dumps(options["weights"])} if kind == "mixture" else {})
+    flags |= {"num_workers": 1, "world_size": world_size, "num_steps": 9, "step_s": 6}
+    reading = "loader.read.reading"
+    with (
+        mock.patch(f"{reading}.MAX_OPEN_SHARDS", most_open),
+        mock.patch("loader.batch.reads_forecast.MAX_OPEN_SHARDS", most_open),
+    ):
+        ended = call_main("forecast", *words, *flags_of(flags), "--json")
+        (reads,) = json.loads(ended.ends(0).out)["reads"]
+        opened_in = Counter[int]()  # by step
+        for rank in range(world_size):
+            real = __import__(reading, fromlist=["x"]).OpenShard
+            batch_size = 8 // world_size
+            with (
+                open_loader(data, batch_size, rank=rank, world_size=world_size, **options) as loader,
+                mock.patch(f"{reading}.OpenShard", wraps=real) as opened,
+            ):
+                num_opened = 0
+                for step, _ in enumerate(islice(loader, reads["num_steps"])):
+                    opened_in[step] += opened.call_count - num_opened
+                    num_opened = opened.call_count
     assert reads["num_opened"] == opened_in.total() > 0
     assert reads["most_opened"] == max(opened_in.values())
-    assert reads["num_files"] == opened_in.total()  # a tar of another tool has no idx, and none is closed
+    if most_open == 128 and kind != "joined":
+        assert reads["num_files"] == opened_in.total()  # a tar of another tool has no idx
 
 
 def test_a_copy_by_stage_has_the_bytes_of_the_forecast(sets: DataSets, tmp_path: Path) -> None:
@@ -138,6 +150,7 @@ def test_a_proxy_repeats_each_source_as_often_as_its_run(
     shape = ["--weights", json.dumps(weights), "--weights_in", "samples", "--global_batch_size", 8]
     large = call_main("forecast", *words, *shape, "--num_steps", 1000, "--json").out
     (tmp_path / "run.json").write_text(large)
+    call_main("forecast", *words[1:], "--like", tmp_path / "run.json").ends(2, "--like")  # other data
     smaller = [] if step_samples is None else ["--global_batch_size", step_samples]
     words += ["--like", tmp_path / "run.json", "--scale", "0.34", *smaller]
     found = json.loads(call_main("forecast", *words, "--json").out)
@@ -186,3 +199,66 @@ def test_a_forecast_of_a_state_is_that_of_its_run(numbered: Path, tmp_path: Path
     assert found["times_seen"] == list(expected.sources[0].times_seen)
     assert found["second_epoch_step"] == expected.sources[0].second_epoch_step
     call_main("forecast", *words[:-1], 0).ends(2, "--num_steps")
+    call_main("forecast", *words, "--world_size", 3).ends(2, "--world_size")  # 8 samples a step
+
+
+def test_a_state_needs_the_data_of_all_its_sources(numbered: Path, tmp_path: Path) -> None:
+    data = {name: numbered / f"part-0{number}.tar" for number, name in enumerate("ab")}
+    options: dict[str, Any] = {"model_id": numbered, "weights_in": "samples"}
+    with open_loader(data, weights={"a": 1, "b": 1}, **options) as loader:
+        state = loader.state_at(10)
+    with open_loader(data, weights={"a": 1}, amend=True, **options) as loader:
+        loader.load_state_dict(state)
+        path = tmp_path / "state.json"
+        path.write_text(json.dumps(loader.state_at(80)))
+    words = ["--state", path, "--model_id", numbered, "--num_steps", 90]
+    call_main("forecast", *(f"{name}={tar}" for name, tar in data.items()), *words).ends(0)
+    call_main("forecast", f"a={data['a']}", *words).ends(2, "b=PATH")
+
+
+# Flags that describe a run, with a value of each.
+OF_RUN = {
+    "weights": '{"a": 1}',
+    "weights_in": "samples",
+    "global_batch_size": "8",
+    "batch_size": "2",
+    "seq_len": "64",
+    "max_length": "64",
+    "group_by_length": "2",
+    "seed": "5",
+}
+OF_PROXY = {"like": "run.json", "scale": "0.2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "without_effect"),
+    [
+        ({"state": "state.pt"}, OF_RUN | OF_PROXY),
+        (
+            {"like": "run.json"},
+            {"num_steps": "9"} | {name: OF_RUN[name] for name in ("weights", "weights_in")},
+        ),
+    ],
+)
+def test_flags_without_effect_are_refused_before_anything_is_read(
+    given: dict[str, str], without_effect: dict[str, str]
+) -> None:
+    (flag,) = given
+    for name, value in without_effect.items():
+        call_main("forecast", "DATA", *flags_of(given | {name: value})).ends(
+            2, f"--{flag}", f"leave out --{name}"
+        )
+    ended = call_main("forecast", "DATA", *flags_of(given | without_effect))
+    ended.ends(2, *(f"--{name}" for name in without_effect))
+
+
+@pytest.mark.parametrize(("flag", "needed"), [("weights_in", "weights"), ("scale", "like")])
+def test_a_flag_that_needs_another_one_is_refused_without_it(flag: str, needed: str) -> None:
+    given = (OF_RUN | OF_PROXY)[flag]
+    ended = call_main("forecast", "DATA", "--num_steps", 9, f"--{flag}", given)
+    ended.ends(2, f"leave out --{flag}", f"add --{needed}")
+
+
+def test_named_sources_need_weights(numbered: Path) -> None:
+    words = [f"a={numbered / 'part-00.tar'}", "--model_id", numbered, "--num_steps", 9]
+    call_main("forecast", *words).ends(2, "--weights")

@@ -45,13 +45,13 @@ def choose_sizes(
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
     given = int(group_by_length) * batch_size if isinstance(group_by_length, bool) else group_by_length
     group = whole_number("group_by_length", given, least=0) or 1
-    tick_samples = gcd(*(size for _, size in sizes))
-    for step, size in sizes[1:]:
-        if size % (batch_size * world_size):
+    step_samples = batch_size * world_size
+    for step, size in sizes:
+        if len(sizes) > 1 and size % step_samples:  # check_batch would name what divides all sizes
             found = f"global_batch_size={size} from step {step} on"
-            step_samples = batch_size * world_size
             expected = f"a multiple of batch_size {batch_size} x {world_size} ranks, {step_samples}"
             raise UsageError(found=found, expected=expected)
+    tick_samples = gcd(*(size for _, size in sizes))
     check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, group, sizes
 
@@ -131,13 +131,14 @@ def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
     if not are_known or not all(map(_is_weight, values)) or not sum(values) > 0:
         expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
         raise UsageError.of_value("weights", weights, expected)
-    parts: list[Fraction] = []
-    for mean, value in zip(means.values(), values, strict=True):
-        # Exact fractions, with 0.1 as 1/10, so that proportional weights give equal shares to the last digit.
+    # Weights of samples, not yet divided by their sum. They are exact fractions, with 0.1 as 1/10, so that
+    # proportional weights give equal shares to the last digit.
+    exact: dict[str, Fraction] = {}
+    for (name, mean), value in zip(means.items(), values, strict=True):
         digits = int(value) if isinstance(value, Integral) else str(float(value))
-        parts.append(Fraction(digits) / Fraction(mean))
-    total = sum(parts)
-    shares = {name: float(part / total) for name, part in zip(means, parts, strict=True)}
+        exact[name] = Fraction(digits) / Fraction(mean)
+    total = sum(exact.values())
+    shares = {name: float(weight / total) for name, weight in exact.items()}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE_TICKS:
             found = f"a weight that gives {name} {share:.2g} of the samples"

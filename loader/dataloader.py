@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from loader.batch.batches import Collate, StepBatches, Targets, padded_batches
+from loader.batch.batches import Collate, StepBatches, Targets, choose_padder
 from loader.batch.boundaries import boundary_names
 from loader.batch.fields import Boundary
 from loader.options import LoaderOptions, Padding
@@ -187,7 +187,7 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
     # The shards, their tokenizer, and the samples in them.
     by_source = _shards_by_source(options, group)
     parts = [part for source_shards in by_source.values() for part in source_shards.parts]
-    shards = ShardSet(parts, options.split, is_for_validation=True)  # find_sources has checked it
+    shards = ShardSet(parts, options.split)
     tokenizer = choose_tokenizer(shards, options.model_id)
     needs_starts = bool(boundaries) or options.origins
     samples = {
@@ -217,20 +217,20 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
 
     # How samples become batches.
     num_workers = _usable_workers(options, run, process_rank.world_size)
-    padded = padded_batches(
+    padder = choose_padder(
         options.collate_fn,
         tokenizer,
         pad_to_multiple_of=options.pad_to_multiple_of,
         pad_to_length=options.most_tokens if options.padding == "max_length" else None,
-        num_cut_columns=options.num_cut,
+        num_cut_columns=options.num_cut_columns,
         has_masks=shards.has_masks,
         has_blanks=shards.blank_id is not None,
     )
-    if padded.pad.token:
-        tokenizer.pads_with = padded.pad.token
+    if padder.pad.token:
+        tokenizer.pads_with = padder.pad.token
     step_batches = StepBatches(
         batch_size=options.batch_size,
-        padded=padded,
+        padder=padder,
         collate_fn=options.collate_fn,
         boundaries=boundaries,
         shifts_targets=options.targets == "shifted",
@@ -269,17 +269,21 @@ def _shards_by_source(options: LoaderOptions, group: int) -> dict[str, ShardSet]
 def _samples_of(
     shards: ShardSet, options: LoaderOptions, group: int, tokenizer: LoaderTokenizer, *, needs_starts: bool
 ) -> Samples:
-    return make_samples(
+    options.refuse_wrong_lengths(shards, group)
+    samples = make_samples(
         shards,
-        seq_len=options.row_tokens,
-        max_length=options.most_tokens,
-        group=group,
+        row_tokens=options.row_tokens,
+        most_tokens=options.most_tokens,
         eos_token_id=tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size if shards.has_external else None,
         starts=needs_starts,
         keeps_tail=options.is_validation,
         origins=options.origins,
     )
+    if not samples.num_samples:  # all documents together are shorter than a row
+        most = samples.num_offsets - options.num_cut_columns
+        raise UsageError(found=f"seq_len={options.seq_len}", expected=f"at most {most:,}")
+    return samples
 
 
 def _usable_workers(options: LoaderOptions, run: Run, world_size: int) -> int:

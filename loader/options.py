@@ -12,7 +12,7 @@ from loader.batch.fields import Boundary
 from loader.order.checks import whole_number
 from loader.order.planned import Sizes, Weights, WeightsIn
 from loader.read.finding import InputShards, is_named_validation
-from loader.read.shards import SplitName
+from loader.read.shards import ShardSet, SplitName
 from shardprep.errors import UsageError
 
 Padding = Literal["longest", "max_length"]
@@ -131,19 +131,19 @@ class LoaderOptions:
         return self.split == "validation"
 
     @property
-    def num_cut(self) -> int:
+    def num_cut_columns(self) -> int:
         """Return how many tokens shorter than the samples ``input_ids`` and ``labels`` are."""
         return 1 if self.targets == "shifted" else 0
 
     @property
     def row_tokens(self) -> int | None:
         """Return the tokens of a row that is packed at load time; None: documents are not packed."""
-        return None if self.seq_len is None else self.seq_len + self.num_cut
+        return None if self.seq_len is None else self.seq_len + self.num_cut_columns
 
     @property
     def most_tokens(self) -> int | None:
         """Return the tokens to which documents are truncated; None: to any number."""
-        return None if self.max_length is None else self.max_length + self.num_cut
+        return None if self.max_length is None else self.max_length + self.num_cut_columns
 
     @property
     def counts_tokens(self) -> bool:
@@ -182,3 +182,25 @@ class LoaderOptions:
         if self.padding == "max_length" and self.max_length is None:
             found = f"padding={self.padding!r}"
             raise UsageError(found=found, expected="max_length=, the length to pad to")
+
+    def refuse_wrong_lengths(self, shards: ShardSet, group: int) -> None:
+        """Raise UsageError if the shards have rows that these arguments do not fit, or rows of many lengths.
+
+        ``group``: samples of similar length that are next to each other.
+        """
+        padded_by = "group_by_length" if group > 1 else ""  # an argument for padded documents only
+        if self.max_length is not None:
+            padded_by = f"max_length={self.max_length}"
+        if self.seq_len is not None and padded_by:
+            found = f"seq_len={self.seq_len}, which packs documents, and {padded_by}, which pads them"
+            raise UsageError(found=found, expected="only one of the two")
+        if shards.has_rows and not shards.row_tokens:
+            expected = "only documents, or only rows of one length; use a loader for each"
+            raise UsageError(found="packed rows mixed with documents or with other rows", expected=expected)
+        if not shards.row_tokens:
+            return
+        given = padded_by if self.row_tokens in (None, shards.row_tokens) else f"seq_len={self.seq_len}"
+        if given:
+            rows = f"packed rows of {shards.row_tokens} tokens"
+            expected = f"no such argument for {rows}; plan others with --seq_len"
+            raise UsageError(found=given, expected=expected, remedy="--seq_len")

@@ -162,8 +162,8 @@ class TokenLoader(DataLoader[Batch]):
         # It imports transformers, which the loader does not need.
         from loader.batch.collator import CausalLMCollator
 
-        multiple = self.step_batches.padded.pad_to_multiple_of
-        width = self.step_batches.padded.pad_to_length
+        multiple = self.step_batches.padder.pad_to_multiple_of
+        width = self.step_batches.padder.pad_to_length
         return CausalLMCollator(self.tokenizer, pad_to_multiple_of=multiple, pad_to_length=width)
 
     @property
@@ -418,7 +418,7 @@ class TokenLoader(DataLoader[Batch]):
         """
         stream = self._new_stream(LoaderMetrics(), num_workers=0)
         try:
-            (batch, _), *_ = next(stream.steps(self._next_position))
+            batch: Batch = next(stream.steps(self._next_position))[0].batch
         finally:
             stream.end()
         return batch
@@ -492,13 +492,15 @@ class TokenLoader(DataLoader[Batch]):
             for batches in self._stream.steps(start):
                 num_batches = position.num_micro + len(batches)  # a resumed step yields its rest
                 # A collate_fn may return any type, with or without labels.
-                labels = [batch.get("labels") if hasattr(batch, "get") else None for batch, _ in batches]
+                labels = [
+                    each.batch.get("labels") if hasattr(each.batch, "get") else None for each in batches
+                ]
                 self._step = NewestStep(num_batches, labels)
                 while batches:  # pop, so that a delivered batch is released
-                    batch, counts = batches.pop(0)
+                    batch, num_tokens, num_padding = batches.pop(0)
                     position = progress.delivered = position.after(num_batches)
                     self._is_inside_loop = True
-                    self.metrics.count(*counts)
+                    self.metrics.count(num_tokens, num_padding)
                     yield pinned(batch) if pins else batch
                     self._check_is_newest(iterator_id)
             self._is_inside_loop = False

@@ -66,7 +66,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("record[:-1] != 1", "record[:-1] != (2)", READS),
         ("gap % 4 > 0", "(gap % 4 >= 0)", READS),
         ("(gap > _MOST_GAP_BYTES)", "((gap >= _MOST_GAP_BYTES))", READS),
-        ("_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
+        ("_IDX_RECORDS = 1 << 16", "_IDX_RECORDS = 1 << (17)", LIMIT),
         ("self._used > len(self._buffer)", "(self._used >= len(self._buffer))", MEMORY),
         ("np.empty(0, np.uint8)", "np.empty((1), np.uint8)", MEMORY),
         ("len(self._open) >= self._max_open", "(len(self._open) > self._max_open)", READS),

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddedBatches:
+class Padder:
     """Makes ``input_ids``, ``attention_mask`` and ``labels``, int64[batch, seq], padded to the right.
 
     They equal those of transformers' DataCollatorForLanguageModeling, except that a real EOS keeps its label
@@ -156,7 +156,16 @@ def keep_an_attended_place(attention_mask: torch.Tensor) -> None:
     attention_mask[~attention_mask.bool().any(dim=1), 0] = 1
 
 
-def padded_batches(
+def is_own_collator(collate_fn: Collate | None) -> bool:
+    """Return whether a collate_fn is a CausalLMCollator, whose batches are made here without calling it.
+
+    A subclass is called like any other function, as it may collate in its own way.
+    """
+    # Not isinstance: the module of the class imports transformers.
+    return type(collate_fn).__module__ == "loader.batch.collator"
+
+
+def choose_padder(
     collate_fn: Collate | None,
     tokenizer: SpecialTokens,
     *,
@@ -165,18 +174,18 @@ def padded_batches(
     num_cut_columns: int,
     has_masks: bool,
     has_blanks: bool,
-) -> PaddedBatches:
-    """Return the PaddedBatches for a collate_fn, or for None."""
-    batches = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
-    if isinstance(batches, PaddedBatches):
-        return replace(batches, has_masks=has_masks, has_blanks=has_blanks)
+) -> Padder:
+    """Return the Padder for a collate_fn, or for None."""
+    if is_own_collator(collate_fn):
+        padder: Padder = getattr(collate_fn, "padder")  # noqa: B009 - mypy knows no such attribute
+        return replace(padder, has_masks=has_masks, has_blanks=has_blanks)
     # Samples for a collate_fn lose their padding again, so any id will do, unless it replaces blanks.
     pad = PadToken(token="", token_id=0, reason="of a collate_fn")
     if collate_fn is None or has_blanks:
         pad = choose_pad_token(tokenizer)
     if collate_fn is None:
         log_pad_token(pad, tokenizer.eos_token_id)
-    return PaddedBatches(
+    return Padder(
         pad=pad,
         pad_to_multiple_of=pad_to_multiple_of,
         pad_to_length=pad_to_length,
@@ -212,54 +221,61 @@ class LoaderMetrics:
         self.num_padding += num_padding
 
 
+class CountedBatch(NamedTuple):
+    """A batch, and what LoaderMetrics counts of it. Made for every batch: 0.3 us."""
+
+    batch: Any  # a Batch, or what a collate_fn returned
+    num_tokens: int  # without padding
+    num_padding: int
+
+
 @dataclass(kw_only=True)
 class StepBatches:
     """Cuts a rank's part of a global batch into batches and collates them."""
 
     batch_size: int
-    padded: PaddedBatches
+    padder: Padder
     collate_fn: Collate | None = None
     boundaries: tuple[str, ...] = ()
     shifts_targets: bool = False  # labels[:, t] is the token after input_ids[:, t]
     origins: bool = False  # whether batches have the field
     may_lack_labels: bool = field(init=False)  # whether tokens other than padding may have no label
-    is_custom: bool = field(init=False)  # collate_fn is called; a CausalLMCollator's batches are made here
+    is_custom: bool = field(init=False)  # whether collate_fn is called
     _has_warned: bool = field(default=False, init=False)
     _makers: dict[Maker, list[str]] = field(init=False)  # of the fields of ``boundaries``
 
     def __post_init__(self) -> None:
         self._makers = makers_of(self.boundaries)
-        self.may_lack_labels = self.padded.has_masks or self.padded.has_blanks
-        self.is_custom = (
-            self.collate_fn is not None and type(self.collate_fn).__module__ != "loader.batch.collator"
-        )
+        self.may_lack_labels = self.padder.has_masks or self.padder.has_blanks
+        self.is_custom = self.collate_fn is not None and not is_own_collator(self.collate_fn)
         for name, is_wanted in (("origins", self.origins), ("boundaries", self.boundaries)):
             if is_wanted and self.is_custom:
                 raise UsageError(f"{name}= does not work with a collate_fn; leave out one of the two")
 
     def of_tick(
-        self, chunk: Chunk, tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
-    ) -> Iterator[tuple[object, tuple[int, int]]]:
-        """Yield the batches of a tick from ``first_batch`` on, each with its counts of tokens and padding.
+        self, chunk: Chunk, chunk_tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
+    ) -> Iterator[CountedBatch]:
+        """Yield the batches of a tick of a chunk, from ``first_batch`` on.
 
         ``is_filler``: bool[samples of the tick]: samples that repeat another one, and get no labels.
         """
-        is_full = chunk.ids.width > 0 and chunk.shortest[tick] == chunk.ids.width  # no padding
+        is_full = chunk.ids.width > 0 and chunk.shortest[chunk_tick] == chunk.ids.width  # no padding
         for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
             end = first + self.batch_size
-            ids = chunk.ids.of(tick, first, end)
-            lengths = None if is_full else chunk.lengths[first:end, tick]
+            ids = chunk.ids.of(chunk_tick, first, end)
+            lengths = None if is_full else chunk.lengths[first:end, chunk_tick]
             if chunk.ids.width or lengths is None:
-                made = self.padded.of_rows(ids, lengths)
+                made = self.padder.of_rows(ids, lengths)
             else:
-                made = self.padded.of_documents(ids, lengths)
+                made = self.padder.of_documents(ids, lengths)
             if self.boundaries:
-                edges = chunk.edges_of(tick, first, end, made["input_ids"].shape[1])
+                edges = chunk.edges_of(chunk_tick, first, end, made["input_ids"].shape[1])
                 self._add_boundaries(made, edges, lengths)
             if self.shifts_targets:
                 self._shift(made)
             if self.origins and chunk.documents is not None:
-                made["origins"] = _origins(chunk.documents, tick, first, end, made["labels"].shape[1])
+                width = made["labels"].shape[1]
+                made["origins"] = _origins(chunk.documents, chunk_tick, first, end, width)
             batch: object = made
             if self.is_custom:
                 batch = self._collated(made, lengths)
@@ -267,14 +283,14 @@ class StepBatches:
                 ignore_fillers(batch, is_filler[first:end])
             elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            yield batch, _num_tokens_and_padding(batch, ids, lengths)
+            yield CountedBatch(batch, *_num_tokens_and_padding(batch, ids, lengths))
 
     def _shift(self, fields: Batch) -> None:
         """Make the label of each place the token behind it. The last place is cut off."""
         for name in ("input_ids", "attention_mask"):
             fields[name] = fields[name][:, :-1].contiguous()
         fields["labels"] = fields["labels"][:, 1:].contiguous()
-        if self.padded.has_blanks:  # the last place was perhaps the only one that is not blank
+        if self.padder.has_blanks:  # the last place was perhaps the only one that is not blank
             keep_an_attended_place(fields["attention_mask"])
 
     def _add_boundaries(self, fields: Batch, edges: Edges, lengths: Lengths | None) -> None:
@@ -322,13 +338,13 @@ class StepBatches:
             logger.warning(f"{problem}. A mean over its labels is NaN: divide a sum by at least 1")
 
 
-def _origins(documents: Ragged, tick: int, first: int, end: int, width: int) -> torch.Tensor:
+def _origins(documents: Ragged, chunk_tick: int, first: int, end: int, width: int) -> torch.Tensor:
     """Return where the documents of some samples of a tick come from, int64[documents, 6].
 
     With shifted targets the last place is cut off, and with it a document that begins there.
     """
-    origins = documents.of(tick, first, end).astype(np.int64)
-    origins[:, 0] = np.repeat(np.arange(end - first), documents.counts[first:end, tick])
+    origins = documents.of(chunk_tick, first, end).astype(np.int64)
+    origins[:, 0] = np.repeat(np.arange(end - first), documents.counts[first:end, chunk_tick])
     return torch.from_numpy(origins[origins[:, 1] < width])
 
 

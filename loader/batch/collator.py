@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.batch.batches import PaddedBatches, PadToken, choose_pad_token, log_pad_token
+from loader.batch.batches import Padder, PadToken, choose_pad_token, log_pad_token
 from loader.read.chunks import IGNORED
 from shardprep.errors import UsageError
 
@@ -37,10 +37,10 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         log_pad_token(self.pad, self.tokenizer.eos_token_id)
 
     @property
-    def batches(self) -> PaddedBatches:
-        """Return the PaddedBatches that makes the tensors."""
+    def padder(self) -> Padder:
+        """Return what makes the tensors."""
         multiple = self.pad_to_multiple_of
-        return PaddedBatches(pad=self.pad, pad_to_multiple_of=multiple, pad_to_length=self.pad_to_length)
+        return Padder(pad=self.pad, pad_to_multiple_of=multiple, pad_to_length=self.pad_to_length)
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
         """Collate samples: lists of ids, or dicts with ``input_ids`` and optionally ``labels``."""
@@ -51,7 +51,7 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         # rows: int64[tokens] of each sample
         rows = [np.asarray(fields["input_ids"], np.int64) for fields in given]
         num_tokens = np.array([len(row) for row in rows])
-        batch = self.batches.of_documents(np.concatenate(rows), num_tokens)
+        batch = self.padder.of_documents(np.concatenate(rows), num_tokens)
         for row, fields in enumerate(given):
             for name in {"attention_mask", "labels"} & fields.keys():
                 values = torch.as_tensor(fields[name])

@@ -1,4 +1,9 @@
-"""Reads the chunks of a run, for some of its slots."""
+"""Reads the chunks of a run, for some of its slots.
+
+A ``run_tick`` is counted through all epochs of the run, an ``epoch_tick`` from the beginning of an epoch (of
+the run, or of a source), and a ``source_tick`` through all epochs of one source. The ticks of a chunk, of a
+window and of a round are also counted from their first one.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +36,10 @@ class RunReader:
         for source in self._sources.values():
             source.close()
 
-    def chunks(self, first_epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
-        """Yield the ticks of an epoch from ``tick`` on, and those of later epochs if ``endless``.
+    def chunks(
+        self, first_epoch: int, epoch_tick: int, chunk_ticks: int, *, endless: bool
+    ) -> Iterator[Chunk]:
+        """Yield the ticks of an epoch from ``epoch_tick`` on, and those of later epochs if ``endless``.
 
         A chunk has up to ``chunk_ticks`` ticks, and ends where a window, a round or an epoch ends.
         """
@@ -41,10 +48,10 @@ class RunReader:
         laid_out: Chunk | None = None  # the ticks of that round
         epochs = count(first_epoch) if endless else (first_epoch,)
         for epoch in epochs:
-            run_tick = epoch * run.ticks_per_epoch  # counted through all epochs
+            run_tick = epoch * run.ticks_per_epoch
             end = run_tick + run.ticks_in(epoch)  # the ticks after it are not used
             if epoch == first_epoch:
-                run_tick += tick
+                run_tick += epoch_tick
             while run_tick < end:
                 only = run.only_source_at(run_tick)
                 if only is not None:
@@ -71,7 +78,7 @@ class RunReader:
                     ids=ids if run.row_tokens else ids.joined(),
                     documents=documents and documents.ticks(ticks),
                 )
-                laid_out = replace(laid_out, num_cut=0)  # the round's first chunk has reported them
+                laid_out = replace(laid_out, num_cut_tokens=0)  # the round's first chunk has reported them
 
     def _lay_out(self, round_: Round) -> Chunk:
         """Read a round: each slot takes a source's next samples at the ticks of the source in its pattern."""
@@ -79,21 +86,23 @@ class RunReader:
         # pattern: the source of each sample, int64[samples of the slots, ticks of the round]
         pattern = np.repeat(run.pattern(round_, self._slots), run.order.group, axis=0)
         lengths = np.empty(pattern.shape, np.int32)
-        num_cut = 0
+        num_cut_tokens = 0
+        has_origins = False
         ids = Ragged.empty(pattern.shape, run.row_tokens)
         documents = Ragged.empty(pattern.shape)
-        rows = np.arange(len(pattern))[:, None]
+        samples = np.arange(len(pattern))[:, None]
         for number in np.unique(round_.sources).tolist():
             # columns: the ticks of this source, ascending, int64[samples of the slots, ticks of the source]
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)
             done = 0
             num_ticks = columns.shape[1]
             while done < num_ticks:
-                tick = int(round_.taken[number]) + done
-                chunk = self._sources[number].chunk(tick, num_ticks - done)
-                places = (rows, columns[:, done : done + chunk.num_ticks])
+                source_tick = int(round_.taken[number]) + done
+                chunk = self._sources[number].chunk(source_tick, num_ticks - done)
+                places = (samples, columns[:, done : done + chunk.num_ticks])
                 done += chunk.num_ticks
-                num_cut += chunk.num_cut
+                num_cut_tokens += chunk.num_cut_tokens
+                has_origins |= chunk.has_origins
                 lengths[places] = chunk.lengths
                 # The source's next window would overwrite what is not copied.
                 chunk = chunk if done == num_ticks else chunk.joined()
@@ -101,8 +110,13 @@ class RunReader:
                 if chunk.documents is not None:
                     documents.put(places, chunk.documents)
                 del chunk
-        found = documents if documents.flats else None
-        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, documents=found)
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            num_cut_tokens=num_cut_tokens,
+            documents=documents if documents.flats else None,
+            has_origins=has_origins,
+        )
 
 
 class _SourceReader:
@@ -113,35 +127,36 @@ class _SourceReader:
         self._samples = samples
         self._number = number
         self._slots = slots
-        # The reader opens shards when it reads them; which ones it opens first depends on the slots.
-        self._reader = ShardReader(samples.shards, slots.start, source.order.num_slots)
+        # Each process has other slots, and opens other shards first: its reader is the one of its first slot
+        # among one for each slot.
+        self._reader = ShardReader(samples.shards, number=slots.start, num_readers=source.order.num_slots)
         self._window: Window | None = None
-        self._window_ticks = (0, 0, 0)  # its epoch, first tick and end
+        self._window_ticks = (0, 0, 0)  # its epoch of the source, first tick of that epoch, and end
 
     def close(self) -> None:
         self._window = None
         self._reader.close()
 
-    def chunk(self, tick: int, most: int) -> Chunk:
-        """Return up to ``most`` ticks of the source from one window. ``tick`` counts through its epochs."""
-        epoch, tick = divmod(tick, self._order.ticks_per_epoch)
+    def chunk(self, source_tick: int, most: int) -> Chunk:
+        """Return up to ``most`` ticks of the source, from one window."""
+        epoch, epoch_tick = divmod(source_tick, self._order.ticks_per_epoch)
         window_epoch, first, end = self._window_ticks
-        if self._window is None or epoch != window_epoch or not first <= tick < end:
+        if self._window is None or epoch != window_epoch or not first <= epoch_tick < end:
             # Read a whole window at once: its parts would need many small reads.
             self._window = None
             samples = self._samples
             reader = self._reader
-            first, end = next(self._order.windows(tick))
+            first, end = next(self._order.windows(epoch_tick))
             self._window_ticks = (epoch, first, end)
             num_tokens = partial(samples.num_tokens, reader)
             # numbers: int64[samples of the slots, ticks of the window]
             numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
             offset = self._order.offset(epoch, samples.num_offsets)
             self._window = samples.read(reader, numbers, offset)
-        stop = min(tick + most, end)
-        chunk = self._window(tick - first, stop - first)
+        stop = min(epoch_tick + most, end)
+        chunk = self._window(epoch_tick - first, stop - first)
         if stop == end:
             self._window = None  # freed before the next one is read, which halves the memory
-        if chunk.documents is not None and chunk.documents.flats[0].shape[1] > 1:
+        if chunk.documents is not None and chunk.has_origins:
             chunk.documents.flats[0][:, ORIGIN.index("source")] = self._number
         return chunk

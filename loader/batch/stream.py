@@ -30,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loader.batch.batches import LoaderMetrics, StepBatches
+from loader.batch.batches import CountedBatch, LoaderMetrics, StepBatches
 from loader.batch.run_reader import RunReader
 from loader.order.mixture import Position, Run
 from loader.order.order import share
@@ -94,28 +94,28 @@ class BatchStream:
         if not sample_tokens:
             names = [source.name for source in self.run.sources if source.name in self.samples]
             sample_tokens = max(self.samples[name].mean_tokens for name in names)
-        tick_samples = slots_per_worker * self.run.order.group  # of a worker
-        tick_bytes = 4 * tick_samples * sample_tokens
+        part_samples = slots_per_worker * self.run.order.group  # of a tick, for one worker
+        tick_bytes = 4 * part_samples * sample_tokens
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
-    def steps(self, start: Position) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
-        """Yield the batches of each step of an epoch from a position on, each with counts for ``metrics``."""
+    def steps(self, start: Position) -> Iterator[list[CountedBatch]]:
+        """Yield the batches of each step of an epoch from a position on."""
         run = self.run
         self._read_from(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
-        epoch, tick = run.epoch_and_tick(start)
+        epoch, epoch_tick = run.epoch_and_tick(start)
         end = run.first_step(epoch + 1)
         chunk = None
         chunk_tick = 0
         for step in range(start.step, end):
-            batches: list[tuple[Any, tuple[int, int]]] = []
+            batches: list[CountedBatch] = []
             for _ in range(num_done, run.ticks_in_step(step)):
                 if chunk is None:
                     chunk = self._next_chunk()
                     chunk_tick = 0
-                fillers = run.order.is_filler(tick, self.slots) if run.is_validation else None
+                fillers = run.order.is_filler(epoch_tick, self.slots) if run.is_validation else None
                 batches += self.step_batches.of_tick(chunk, chunk_tick, first_batch, fillers)
-                tick += 1
+                epoch_tick += 1
                 chunk_tick += 1
                 first_batch = 0
                 if chunk_tick == chunk.num_ticks:
@@ -135,15 +135,17 @@ class BatchStream:
         if any(each.started_by != os.getpid() or not each.process.is_alive() for each in self._workers):
             self.end()  # they are started again below
         if self._next_start != start:
-            epoch, tick = self.run.epoch_and_tick(start)
+            epoch, epoch_tick = self.run.epoch_and_tick(start)
             if not self._num_workers:
-                self._own_chunks = self._reader.chunks(epoch, tick, self._chunk_ticks, endless=self.endless)
+                self._own_chunks = self._reader.chunks(
+                    epoch, epoch_tick, self._chunk_ticks, endless=self.endless
+                )
             elif not self._workers:
                 self._start_workers()
             self._num_requests += 1
             for worker in self._workers:
                 with contextlib.suppress(OSError):  # _receive reports a worker that died
-                    worker.connection.send((self._num_requests, epoch, tick))
+                    worker.connection.send((self._num_requests, epoch, epoch_tick))
         self._next_start = None
 
     def _start_workers(self) -> None:
@@ -186,7 +188,7 @@ class BatchStream:
             chunks = [self._receive(worker) for worker in self._workers]
         self.metrics.wait_s += time.perf_counter() - began
         chunk = Chunk.stacked(chunks)
-        self.metrics.num_cut_tokens += chunk.num_cut
+        self.metrics.num_cut_tokens += chunk.num_cut_tokens
         return chunk
 
     def _receive(self, worker: _Worker) -> Chunk:
@@ -238,11 +240,11 @@ def _run_worker(
     threading.Thread(target=_send_all, args=(connection, ahead), daemon=True).start()
     while True:
         try:
-            request, epoch, tick = connection.recv()
+            request, epoch, epoch_tick = connection.recv()
         except (EOFError, OSError):
             return  # the training process has ended
         try:
-            for chunk in reader.chunks(epoch, tick, chunk_ticks, endless=endless):
+            for chunk in reader.chunks(epoch, epoch_tick, chunk_ticks, endless=endless):
                 message = pickle.dumps((request, chunk.joined()), pickle.HIGHEST_PROTOCOL)
                 del chunk  # it may keep its window in memory while the next one is read
                 ahead.put(message)

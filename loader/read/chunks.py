@@ -1,6 +1,8 @@
 """Chunks: the decoded samples of a few ticks, which workers send.
 
-Packed rows stay in the buffer into which they were read, until their tick is needed.
+Packed rows stay in the buffer into which they were read, until their tick is needed. Ticks are counted from
+the chunk's first one, 0. Arrays have the shape [samples per tick, ticks], but what is joined, or made of a
+whole chunk at once, is in the order of ticks: first all samples of tick 0, then those of tick 1.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ Ids = npt.NDArray[np.signedinteger[Any]]
 Integers = npt.NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ragged:
-    """The numbers, or rows of numbers, of each sample of a chunk, as slices of one or more arrays.
+    """The numbers, or records of numbers, of each sample of a chunk, as slices of one or more arrays.
 
     They are gathered when their tick is needed: a tick's 64 KiB stay in the cache, a chunk's 1 MiB do not.
+    Only ``put`` changes it, while it is laid out from several chunks.
     """
 
     flats: list[Integers]
@@ -74,11 +77,11 @@ class Ragged:
         self.counts[places] = other.counts
         self.flats.extend(other.flats)
 
-    def ticks(self, part: slice) -> Ragged:
+    def ticks(self, here: slice) -> Ragged:
         """Return some ticks, without copying their samples."""
-        flat_of = self.flat_of[:, part]
-        begins = self.begins[:, part]
-        counts = self.counts[:, part]
+        flat_of = self.flat_of[:, here]
+        begins = self.begins[:, here]
+        counts = self.counts[:, here]
         return Ragged(self.flats, flat_of, begins, counts, self.width)
 
     def joined(self) -> Ragged:
@@ -138,9 +141,10 @@ class Chunk:
 
     lengths: Int32s  # int32[samples per tick, ticks], tokens of each sample
     ids: Ragged  # rows of one width are whole, including their padding
-    num_cut: int = 0  # tokens that max_length cut off
-    # A row per document: its place in its sample, or the six columns of ORIGIN ("row" is filled in later).
+    num_cut_tokens: int = 0  # that max_length cut off
+    # A record per document: its place in its sample, or all of ORIGIN ("row" is filled in later).
     documents: Ragged | None = None
+    has_origins: bool = False  # whether ``documents`` has the columns of ORIGIN
 
     @property
     def num_ticks(self) -> int:
@@ -163,9 +167,9 @@ class Chunk:
             no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
             return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
         edges, bounds = self._edges
-        row = tick * self.num_samples + first
-        part = slice(bounds[row], bounds[row + end - first])
-        return Edges(edges.begins[part] - row * self.ids.width, edges.sizes[part])
+        sample = tick * self.num_samples + first
+        here = slice(bounds[sample], bounds[sample + end - first])
+        return Edges(edges.begins[here] - sample * self.ids.width, edges.sizes[here])
 
     @cached_property
     def _edges(self) -> tuple[Edges, list[int]]:
@@ -175,8 +179,7 @@ class Chunk:
         counts = documents.counts.T.reshape(-1)
         # numbers: int32[documents, 1 or len(ORIGIN)]
         (numbers,) = documents.flats
-        column = ORIGIN.index("place") if numbers.shape[1] > 1 else 0
-        places = numbers[:, column]
+        places = numbers[:, ORIGIN.index("place") if self.has_origins else 0]
         lengths: Int32s = self.lengths.T.reshape(-1)
         edges = Edges.of_rows(places, counts, lengths, self.ids.width)
         bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.ids.width)
@@ -196,7 +199,7 @@ class Chunk:
             chunks[0],
             lengths=np.concatenate([chunk.lengths for chunk in chunks]),
             ids=Ragged.stacked([chunk.ids for chunk in chunks]),
-            num_cut=sum(chunk.num_cut for chunk in chunks),
+            num_cut_tokens=sum(chunk.num_cut_tokens for chunk in chunks),
             documents=Ragged.stacked(documents) if documents else None,
         )
 

@@ -58,7 +58,12 @@ def find_sources(
     for name, input_shards in sources.items():
         paths = _find_paths(input_shards, cache_dir)
         parts = _shards_of(paths, count_tokens=count_tokens)
-        shards = found[name] = ShardSet(parts, split, is_for_validation=is_for_validation)
+        shards = ShardSet(parts, split)
+        if split == "train":
+            shards.refuse_unplanned()
+        if split == "validation" and not is_for_validation:
+            shards.refuse_training_sets()
+        found[name] = shards
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="at least one")
@@ -125,7 +130,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
-    """Return the shards at some paths: folders and other tools' tars first, then shards named one by one."""
+    """Return the shards at some paths, in the order that ShardSet describes."""
     found: list[DatasetShards] = []
     named: dict[str, list[int]] = {}  # folder of a data set -> its shards that were named
     is_ours: dict[str, bool] = {}  # folder -> whether it is a data set: looked up once for 100,000 shards

@@ -96,12 +96,12 @@ def join_ranges(begin: Int64s, lengths: Int64s) -> Int64s:
     return within
 
 
-def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """Decode samples to (lengths, int64[len(rows)], and all ids, int32), in parts of DECODE_BYTES."""
+def decode_samples(data: SampleBytes, numbers: Int64s) -> tuple[Int64s, Int32s]:
+    """Decode samples to (lengths, int64[len(numbers)], and all ids, int32), in parts of DECODE_BYTES."""
     memory = data.buffer.data
     parts: list[tuple[Int64s, Int32s]] = []
-    cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
-    for part in np.split(rows, np.flatnonzero(np.diff(cuts)) + 1):
+    cuts = np.cumsum(data.num_bytes[numbers]) // DECODE_BYTES
+    for part in np.split(numbers, np.flatnonzero(np.diff(cuts)) + 1):
         found = None
         if (data.dtype[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
@@ -110,38 +110,40 @@ def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
             found = _decode_one_by_one(data, part)
         parts.append(found)
     lengths, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
-    expected = data.num_tokens[rows]
+    expected = data.num_tokens[numbers]
     wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
     if wrong.size:
-        row = int(wrong[0])
-        raise data.broken(int(rows[row]), f"{lengths[row]} ids, but its idx says {expected[row]}")
+        first = int(wrong[0])
+        raise data.broken(int(numbers[first]), f"{lengths[first]} ids, but its idx says {expected[first]}")
     return lengths, ids
 
 
 _ID_LIST_DECODER = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
 
 
-def _decode_one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
+def _decode_one_by_one(data: SampleBytes, numbers: Int64s) -> tuple[Int64s, Int32s]:
     parts: list[Int32s] = []
-    for row in rows.tolist():
-        start = int(data.start[row])
-        num_bytes = int(data.num_bytes[row])
-        dtype = TOKEN_DTYPES[data.dtype[row]]
+    for number in numbers.tolist():
+        start = int(data.start[number])
+        num_bytes = int(data.num_bytes[number])
+        dtype = TOKEN_DTYPES[data.dtype[number]]
         if dtype is None:
             raw = bytes(data.buffer[start : start + num_bytes])
             try:
                 parts.append(np.array(_ID_LIST_DECODER.decode(raw), np.int32))
             except MsgspecError as error:
-                raise data.broken(row, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
+                raise data.broken(number, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
             continue
         ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
         if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-            raise data.broken(row, f"ids from {ids.min()} to {ids.max()}")
+            raise data.broken(number, f"ids from {ids.min()} to {ids.max()}")
         parts.append(ids.astype(np.int32))
     return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
 
 
-def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integers, vocab_size: int) -> None:
+def check_vocab(
+    data: SampleBytes, numbers: Int64s, ids: Integers, lengths: Integers, vocab_size: int
+) -> None:
     """Raise BrokenShard for an id outside of ``range(vocab_size)``, except BLANK of blanked documents."""
     if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
         return
@@ -150,6 +152,6 @@ def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integer
         wrong &= ids != BLANK
     if wrong.any():
         at = int(wrong.argmax())
-        row = int(rows[np.searchsorted(np.cumsum(lengths), at, side="right")])
+        number = int(numbers[np.searchsorted(np.cumsum(lengths), at, side="right")])
         expected = f"the tokenizer has 0 to {vocab_size - 1}; is model_id the model that made them?"
-        raise data.broken(row, f"the id {ids[at]}, but {expected}")
+        raise data.broken(number, f"the id {ids[at]}, but {expected}")

@@ -37,10 +37,10 @@ HELD_IDX_BYTES = 256 << 10  # an idx up to this size is read at opening, a large
 class OpenShard:
     """A tar, open for reading. The records of its samples are in memory, or are read from its open idx."""
 
-    def __init__(self, part: DatasetShards, row: int) -> None:
-        """Open the shard of a row of ``part``. Raises MissingShard, BrokenShard or OSError."""
-        path = part.path_of(row)
-        shard_id = int(part.shard_ids[row])
+    def __init__(self, part: DatasetShards, shard_index: int) -> None:
+        """Open a shard of ``part``. Raises MissingShard, BrokenShard or OSError."""
+        path = part.path_of(shard_index)
+        shard_id = int(part.shard_ids[shard_index])
         self.part = part
         self._shard_id = shard_id
         self.cached: dict[str, Int64s] = {}  # numbers computed from the idx, until the shard is closed
@@ -49,10 +49,10 @@ class OpenShard:
         self._idx: IdxFile | None = None
         with contextlib.ExitStack() as opened:  # closes the files if something fails
             try:
-                self.tar = opened.enter_context(part.open_tar(row))
+                self.tar = opened.enter_context(part.open_tar(shard_index))
             except NOT_THERE:
                 raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
-            expected = int(part.tar_bytes[row])
+            expected = int(part.tar_bytes[shard_index])
             if self.tar.num_bytes != expected:
                 changed = " (changed since the scan)" if part.scanned_tar else ""
                 found = f"{self.tar.num_bytes} bytes{changed}"
@@ -60,7 +60,7 @@ class OpenShard:
             if self._records is None:
                 idx = self._idx = IdxFile(part.folder, part.spec, shard_id)
                 opened.enter_context(idx.file)
-                expected = int(part.num_samples[row])
+                expected = int(part.num_samples[shard_index])
                 if idx.num_samples != expected:
                     found = f"{idx.num_samples} samples"
                     raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
@@ -82,19 +82,19 @@ class OpenShard:
         if self._idx is not None:
             self._idx.file.close()
 
-    def records_of(self, rows: slice | Int64s) -> Any:
-        """Return the idx records of some samples, in ascending order. A large idx is read in parts."""
+    def records_of(self, numbers: slice | Int64s) -> Any:
+        """Return the idx records with some numbers, in ascending order. A large idx is read in parts."""
         if self._idx is None:
-            if isinstance(rows, slice):
-                return self._records[rows]
-            return self._records.take(rows)
-        if isinstance(rows, slice):
-            return self._idx.read(rows)
-        # One read for consecutive rows. bounds: where they begin in ``rows``, and its length.
-        bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
+            if isinstance(numbers, slice):
+                return self._records[numbers]
+            return self._records.take(numbers)
+        if isinstance(numbers, slice):
+            return self._idx.read(numbers)
+        # One read for consecutive records. bounds: where they begin in ``numbers``, and its length.
+        bounds = [*_first_of_parts(np.diff(numbers) != 1).tolist(), len(numbers)]
         parts = []
         for first, end in pairwise(bounds):
-            consecutive = slice(int(rows[first]), int(rows[end - 1]) + 1)
+            consecutive = slice(int(numbers[first]), int(numbers[end - 1]) + 1)
             parts.append(self._idx.read(consecutive))
         return np.concatenate(parts)
 
@@ -104,7 +104,7 @@ _TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOK
 _SHARDS_AT_ONCE = 16  # shards whose samples are read together; all of them are open at the same time
 _MOST_AT_ONCE_BYTES = 1 << 30  # of the first buffer, whose size comes from an index that may be damaged
 _MOST_GAP_BYTES = 64 << 10  # between samples in one read: other members, or samples of the other split
-_IDX_ROWS = 1 << 16  # read at a time if a whole column of the idx is needed
+_IDX_RECORDS = 1 << 16  # read at a time if a whole column of the idx is needed
 
 
 class SampleBytes(NamedTuple):
@@ -125,9 +125,9 @@ class SampleBytes(NamedTuple):
         """Return the error for a sample whose bytes are not valid token ids. ``number``: in these arrays."""
         sample = self.sample[number]
         shard = int(self.shards.shard_of(sample))
-        part, item = self.shards.locate(shard)
+        part, shard_index = self.shards.locate(shard)
         found = f"sample {self.shards.record_numbers(sample, shard)} contains {found}"
-        return BrokenShard(path=part.path_of(item), found=found)
+        return BrokenShard(path=part.path_of(shard_index), found=found)
 
 
 class _Records(NamedTuple):
@@ -196,9 +196,9 @@ class ShardReader:
             return shard
         while len(self._open) >= self._max_open:
             self._open.popitem(last=False)[1].close()
-        part, row = self._shards.locate(number)
-        what = f"{part.path_of(row)} cannot be opened"
-        self._open[number] = with_retries(what, partial(OpenShard, part, row))
+        part, shard_index = self._shards.locate(number)
+        what = f"{part.path_of(shard_index)} cannot be opened"
+        self._open[number] = with_retries(what, partial(OpenShard, part, shard_index))
         return self._open[number]
 
     def close(self) -> None:
@@ -208,9 +208,9 @@ class ShardReader:
         for part in self._shards.datasets:
             part.folder.close()
 
-    def _records(self, number: int, rows: slice | Int64s) -> Any:
-        """Return the idx records of some samples of a shard, in ascending order."""
-        return self._retried(number, "idx", "", lambda shard: shard.records_of(rows))
+    def _records(self, number: int, records: slice | Int64s) -> Any:
+        """Return the idx records of shard ``number`` with some numbers, in ascending order."""
+        return self._retried(number, "idx", "", lambda shard: shard.records_of(records))
 
     def _fill(self, number: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes of a shard's tar from ``offset`` on."""
@@ -283,7 +283,7 @@ class ShardReader:
         if "num_tokens" not in self.opened(number).cached:
             bounds = self._shards.first_sample[number : number + 2]
             begin, end = self._shards.record_numbers(bounds, number).tolist()
-            cuts = [*range(begin, end, _IDX_ROWS), end]
+            cuts = [*range(begin, end, _IDX_RECORDS), end]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             self.opened(number).cached["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
         return self.opened(number).cached["num_tokens"]

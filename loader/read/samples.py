@@ -7,8 +7,10 @@ that a worker needs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +38,7 @@ class Samples:
     vocab_size: int | None = None  # ids from it on are refused; None: not checked, in shards of our own
     starts: bool = False  # whether chunks contain the places where documents begin in rows
     origins: bool = False  # whether chunks also contain the origin of each document
-    max_length: int | None = None
+    most_tokens: int | None = None  # to which documents are truncated
 
     @property
     def num_offsets(self) -> int:
@@ -51,46 +53,48 @@ class Samples:
     def mean_tokens(self) -> float:
         """Return the approximate mean of the tokens per sample."""
         mean = self.row_tokens or self.shards.mean_tokens
-        return mean if self.max_length is None else min(mean, self.max_length)
+        return mean if self.most_tokens is None else min(mean, self.most_tokens)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Return the tokens of each document, from the idx alone: int64[n] -> int64[n]."""
         lengths = reader.num_tokens(samples)
-        return lengths if self.max_length is None else lengths.clip(max=self.max_length)
+        return lengths if self.most_tokens is None else lengths.clip(max=self.most_tokens)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        """Read samples, int64[samples per tick, ticks]. The reader's next ``read`` invalidates the window."""
+        """Read samples, int64[samples per tick, ticks]. The reader's next ``read`` overwrites the window."""
         data = reader.read(samples.T.reshape(-1), starts=self.starts)  # tick by tick, as in chunks
         return partial(self._chunk_of, data, len(samples))
 
-    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
-        by_tick = np.arange(first * tick_samples, end * tick_samples)
-        counts, ids, num_cut = self._decode(data, by_tick)
-        lengths = counts.astype(np.int32).reshape(-1, tick_samples).T
-        chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut=num_cut)
+    def _chunk_of(self, data: SampleBytes, part_samples: int, first: int, end: int) -> Chunk:
+        """Return ticks of a window. ``part_samples``: of a tick, in the part that this process reads."""
+        by_tick = np.arange(first * part_samples, end * part_samples)
+        counts, ids, num_cut_tokens = self._decode(data, by_tick)
+        lengths = counts.astype(np.int32).reshape(-1, part_samples).T
+        chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut_tokens=num_cut_tokens)
         if not self.origins:
             return chunk
         zeros = np.zeros(by_tick.size, np.int64)
         ones = np.ones(by_tick.size, np.int64)
         return self._with_documents(chunk, ones, zeros, zeros, data.sample[by_tick])
 
-    def _decode(self, data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s, int]:
+    def _decode(self, data: SampleBytes, numbers: Int64s) -> tuple[Int64s, Int32s, int]:
         """Decode samples, and check the ids of other tools. Ids of blanked documents become BLANK.
 
-        Returns the lengths, int64[samples], all ids, and the number of ids that ``max_length`` cut off.
+        ``numbers``: of the samples in ``data``. Returns the lengths, int64[samples], all ids, and the number
+        of ids that were cut off.
         """
-        lengths, ids = decode_samples(data, rows)
-        num_cut = 0
-        if self.max_length is not None and lengths.max() > self.max_length:
-            kept = np.minimum(lengths, self.max_length)
-            num_cut = int((lengths - kept).sum())
+        lengths, ids = decode_samples(data, numbers)
+        num_cut_tokens = 0
+        if self.most_tokens is not None and lengths.max() > self.most_tokens:
+            kept = np.minimum(lengths, self.most_tokens)
+            num_cut_tokens = int((lengths - kept).sum())
             ids = ids[join_ranges(np.zeros_like(lengths), lengths) < np.repeat(kept, lengths)]
             lengths = kept
         if self.shards.blank_id is not None:
             ids[ids == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
-            check_vocab(data, rows, ids, lengths, self.vocab_size)
-        return lengths, ids, num_cut
+            check_vocab(data, numbers, ids, lengths, self.vocab_size)
+        return lengths, ids, num_cut_tokens
 
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
@@ -103,19 +107,20 @@ class Samples:
         columns = [places]
         if self.origins:
             shard = self.shards.shard_of(samples)
-            later = np.zeros_like(shard)  # the row and the source are filled in later
+            later = np.zeros_like(shard)  # the row of the batch and the source are filled in later
             columns = [later, places, later, shard, self.shards.record_numbers(samples, shard), numbers]
         table = np.stack(columns, axis=1).astype(np.int32)
-        return replace(chunk, documents=Ragged.of_joined(table, counts.reshape(chunk.lengths.T.shape).T))
+        documents = Ragged.of_joined(table, counts.reshape(chunk.lengths.T.shape).T)
+        return replace(chunk, documents=documents, has_origins=self.origins)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows(Samples):
     """Rows of one length that ``plan`` packed. Ids stay in the reader's buffer until their tick is needed."""
 
-    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
-        by_tick = np.arange(first * tick_samples, end * tick_samples)
-        rows = by_tick.reshape(-1, tick_samples).T
+    def _chunk_of(self, data: SampleBytes, part_samples: int, first: int, end: int) -> Chunk:
+        by_tick = np.arange(first * part_samples, end * part_samples)
+        rows = by_tick.reshape(-1, part_samples).T
         differs = data.dtype != data.dtype[0]
         if differs.any():
             raise data.broken(int(differs.argmax()), "ids of another width than other rows")
@@ -152,13 +157,32 @@ class PackedRows(Samples):
         return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
+class _RowPlaces(NamedTuple):
+    """The documents from which rows are cut, in the order in which they are read."""
+
+    documents: Int64s  # samples of the ShardSet: int64[documents]
+    lacks_eos: npt.NDArray[np.bool_]  # bool[documents]
+    row_begins: Int64s  # where each row begins in the tokens of all documents, with EOS: int64[rows]
+
+
+class _JoinedWindow(NamedTuple):
+    """A decoded window: all documents one after another, and where the rows are."""
+
+    ids: Int32s
+    documents: Int64s  # those that have tokens
+    document_begins: Int64s  # in ``ids``
+    row_begins: Int64s  # in ``ids``: int64[samples per tick, ticks]
+    lengths: Int32s  # tokens of each row: int32[samples per tick, ticks]
+
+
 @dataclass(frozen=True, kw_only=True)
 class JoinedRows(Samples):
     """Rows packed at load time: all documents are joined into one stream of tokens and cut into full rows.
 
-    Row x of S tokens begins at token ``(offset + x S) mod T`` of the stream, which is found from the lengths
-    in the idx. Documents that lack an EOS get one. The price: an epoch leaves out T mod S tokens, different
-    ones each time, and a worker decodes a whole window at once, at 4 bytes per token.
+    Here a sample is a row; the ShardSet's samples are its documents. Row x of S tokens begins at token
+    ``(offset + x S) mod T`` of the stream, which is found from the lengths in the idx. Documents that lack an
+    EOS get one. The price: an epoch leaves out T mod S tokens, different ones each time, and a worker decodes
+    a whole window at once, at 4 bytes per token.
     """
 
     eos_token_id: int | None
@@ -169,8 +193,6 @@ class JoinedRows(Samples):
         if self.eos_token_id is None and not have_eos:
             found = "shards without EOS after documents, and a tokenizer without EOS"
             raise UsageError(found=found, expected="--append_eos in plan, or a tokenizer with an eos_token")
-        if self.num_samples == 0:
-            raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.num_offsets:,}")
 
     @property
     def num_offsets(self) -> int:
@@ -223,105 +245,112 @@ class JoinedRows(Samples):
         return shard.cached["stream"]
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
+        # rows: int64[rows], ascending; inverse: the place of each sample in them
         rows, inverse = np.unique(samples, return_inverse=True)
-        stream_offsets = (offset + rows * self.row_tokens) % self.num_offsets
-        row_begins = np.empty(len(rows), np.int64)  # in the decoded documents
+        places = self._look_up(reader, rows, offset)
+        data = reader.read(places.documents)
+        num_tokens, ids, _ = self._decode(data, np.arange(len(places.documents)))
+        num_tokens, ids = self._insert_eos(num_tokens, ids, places.lacks_eos)
+        has_tokens = num_tokens > 0
+        num_in_last_row = self.num_offsets - (self.num_samples - 1) * self.row_tokens
+        is_last = samples == self.num_samples - 1
+        lengths = np.where(is_last, min(num_in_last_row, self.row_tokens), self.row_tokens)
+        window = _JoinedWindow(
+            ids=ids,
+            documents=places.documents[has_tokens],
+            document_begins=(np.cumsum(num_tokens) - num_tokens)[has_tokens],
+            row_begins=places.row_begins[inverse.reshape(samples.shape)],
+            lengths=lengths.astype(np.int32),
+        )
+        return partial(self._chunk_of_joined, window)
+
+    def _look_up(self, reader: ShardReader, rows: Int64s, offset: int) -> _RowPlaces:
+        """Find the documents of ascending rows. Each process begins with a different span of rows."""
         documents: list[Int64s] = []
         lacks_eos: list[npt.NDArray[np.bool_]] = []
-        num_decoded = 0
-        # Consecutive rows are one span of the stream. Each process begins with a different span.
+        row_begins = np.empty(len(rows), np.int64)
+        num_found = 0  # tokens of the documents so far
+        # Consecutive rows are one span of the stream. bounds: where spans begin in ``rows``, and its length.
         bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
         for span in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
             first, end = bounds[span : span + 2].tolist()
-            token = int(stream_offsets[first])
-            num_missing = (end - first) * self.row_tokens
-            span_begin = None  # in the decoded documents
-            while num_missing:
-                number = int(np.searchsorted(self.first_token, token, side="right")) - 1
-                begin = token - int(self.first_token[number])
-                num_taken = min(num_missing, int(self.first_token[number + 1]) - token)
-                ends = self.ends(reader, number)
-                low = int(np.searchsorted(ends, begin, side="right")) - 1
-                high = int(np.searchsorted(ends, begin + num_taken, side="left"))
+            first_token = (offset + int(rows[first]) * self.row_tokens) % self.num_offsets
+            span_begin = None  # among the tokens of all documents
+            for number, begin, stop in self._shards_of(first_token, (end - first) * self.row_tokens):
+                document_ends = self.ends(reader, number)
+                low = int(np.searchsorted(document_ends, begin, side="right")) - 1
+                high = int(np.searchsorted(document_ends, stop, side="left"))
                 if span_begin is None:  # possibly inside a document
-                    span_begin = num_decoded + begin - int(ends[low])
-                    row_begins[first:end] = span_begin + np.arange(end - first) * self.row_tokens
+                    span_begin = num_found + begin - int(document_ends[low])
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 lacks_eos.append(self._lacks_eos(number, documents[-1]))
-                num_decoded += int(ends[high] - ends[low])
-                token = (token + num_taken) % self.num_offsets
-                num_missing -= num_taken
-        all_documents = np.concatenate(documents)
-        num_tokens, ids, _ = self._decode(reader.read(all_documents), np.arange(len(all_documents)))
-        lacks = np.concatenate(lacks_eos)
+                num_found += int(document_ends[high] - document_ends[low])
+            assert span_begin is not None
+            row_begins[first:end] = span_begin + np.arange(end - first) * self.row_tokens
+        return _RowPlaces(np.concatenate(documents), np.concatenate(lacks_eos), row_begins)
+
+    def _shards_of(self, token: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the shards of a span of the circular stream, and the first and end of its tokens in each."""
+        while num_tokens:
+            number = int(np.searchsorted(self.first_token, token, side="right")) - 1
+            begin = token - int(self.first_token[number])
+            num_taken = min(num_tokens, int(self.first_token[number + 1]) - token)
+            yield number, begin, begin + num_taken
+            token = (token + num_taken) % self.num_offsets
+            num_tokens -= num_taken
+
+    def _insert_eos(
+        self, num_tokens: Int64s, ids: Int32s, lacks_eos: npt.NDArray[np.bool_]
+    ) -> tuple[Int64s, Int32s]:
+        """Return the lengths and the ids of documents that all end with an EOS."""
+        if not lacks_eos.any():
+            return num_tokens, ids
         ends = np.cumsum(num_tokens)
-        if lacks.any():
-            eos = np.full(len(ends), self.eos_token_id, np.int32)
-            if self.shards.blank_id is not None and len(ids):  # the EOS of a blanked document is blank, too
-                eos[(num_tokens > 0) & (ids[ends - 1] == BLANK)] = BLANK
-            ids = np.insert(ids, ends[lacks], eos[lacks])
-            num_tokens += lacks
-        starts = np.cumsum(num_tokens) - num_tokens
-        has_tokens = num_tokens > 0
-        last = self.num_offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
-        lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
-        row_begins = row_begins[inverse.reshape(samples.shape)]
-        lengths = lengths.astype(np.int32)
-        starts = starts[has_tokens]
-        all_documents = all_documents[has_tokens]
+        eos = np.full(len(ends), self.eos_token_id, np.int32)
+        if self.shards.blank_id is not None and len(ids):  # the EOS of a blanked document is blank, too
+            eos[(num_tokens > 0) & (ids[ends - 1] == BLANK)] = BLANK
+        return num_tokens + lacks_eos, np.insert(ids, ends[lacks_eos], eos[lacks_eos])
 
-        def window(first: int, end: int) -> Chunk:
-            begins = row_begins[:, first:end]
-            row_lengths = lengths[:, first:end]
-            chunk = Chunk(lengths=row_lengths, ids=Ragged.of_rows(ids, begins, self.row_tokens))
-            if not self.starts:
-                return chunk
-            by_tick = begins.T.reshape(-1)
-            low = np.searchsorted(starts, by_tick, side="right") - 1
-            counts = np.searchsorted(starts, by_tick + row_lengths.T.reshape(-1)) - low
-            taken = join_ranges(low, counts)
-            places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-            return self._with_documents(chunk, counts, places, np.zeros_like(places), all_documents[taken])
-
-        return window
+    def _chunk_of_joined(self, window: _JoinedWindow, first: int, end: int) -> Chunk:
+        begins = window.row_begins[:, first:end]
+        lengths = window.lengths[:, first:end]
+        chunk = Chunk(lengths=lengths, ids=Ragged.of_rows(window.ids, begins, self.row_tokens))
+        if not self.starts:
+            return chunk
+        # by_tick: int64[rows], where the rows begin, tick by tick; low: the document at that token
+        by_tick = begins.T.reshape(-1)
+        low = np.searchsorted(window.document_begins, by_tick, side="right") - 1
+        counts = np.searchsorted(window.document_begins, by_tick + lengths.T.reshape(-1)) - low
+        taken = join_ranges(low, counts)
+        places = (window.document_begins[taken] - np.repeat(by_tick, counts)).clip(0)
+        return self._with_documents(chunk, counts, places, np.zeros_like(places), window.documents[taken])
 
 
 def make_samples(
     shards: ShardSet,
     *,
-    seq_len: int | None,
-    max_length: int | None,
-    group: int,
+    row_tokens: int | None,
+    most_tokens: int | None,
     eos_token_id: int | None,
     vocab_size: int | None,
     starts: bool,
     keeps_tail: bool,
     origins: bool,
 ) -> Samples:
-    """Choose the kind of samples, if the arguments suit the shards."""
-    padded_by = "group_by_length" if group > 1 else ""  # an argument for padded documents only
-    if max_length is not None:
-        padded_by = f"max_length={max_length}"
-    if seq_len is not None and padded_by:
-        found = f"seq_len={seq_len}, which packs documents, and {padded_by}, which pads them"
-        raise UsageError(found=found, expected="only one of the two")
-    row_tokens = shards.row_tokens
-    if shards.has_rows and not row_tokens:
-        expected = "only documents, or only rows of one length; use a loader for each"
-        raise UsageError(found="packed rows mixed with documents or with other rows", expected=expected)
-    if row_tokens:
-        given = padded_by if seq_len in (None, row_tokens) else f"seq_len={seq_len}"
-        if given:
-            expected = f"no such argument for packed rows of {row_tokens} tokens; plan others with --seq_len"
-            raise UsageError(found=given, expected=expected, remedy="--seq_len")
+    """Choose the kind of samples. ``row_tokens``: of rows that are packed at load; None: of no such rows."""
+    if shards.row_tokens:
         return PackedRows(
-            shards=shards, row_tokens=row_tokens, vocab_size=vocab_size, starts=starts, origins=origins
+            shards=shards,
+            row_tokens=shards.row_tokens,
+            vocab_size=vocab_size,
+            starts=starts,
+            origins=origins,
         )
-    if seq_len is None:
-        return Samples(shards=shards, vocab_size=vocab_size, origins=origins, max_length=max_length)
+    if row_tokens is None:
+        return Samples(shards=shards, vocab_size=vocab_size, origins=origins, most_tokens=most_tokens)
     return JoinedRows(
         shards=shards,
-        row_tokens=seq_len,
+        row_tokens=row_tokens,
         vocab_size=vocab_size,
         starts=starts,
         origins=origins,
@@ -344,7 +373,7 @@ def facts_of(samples: Samples, *, counts_tokens: bool) -> SourceFacts:
 def _mean_tokens(samples: Samples) -> float:
     """Return the mean tokens per sample, from the manifests or from a million evenly spaced samples."""
     shards = samples.shards
-    # A max_length above the mean is ignored here: counting what it cuts would open all shards.
+    # A limit above the mean is ignored here: counting what it cuts would open all shards.
     is_uncut = samples.mean_tokens == shards.mean_tokens
     if samples.row_tokens or (is_uncut and not shards.has_external and shards.split is None):
         return float(samples.mean_tokens)

@@ -1,6 +1,7 @@
 """The shards of a source, whose samples are numbered as one sequence.
 
-Nothing is opened here: shards are known from their manifests, and opened when they are needed.
+Shards are known from their manifests, and opened when their samples are read (reading.py). Here only
+``Origin`` opens an idx, and a split reads a plan.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _VALIDATION_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetShards:
-    """All or some shards of one data set, or one tar of another tool. The arrays have a row per shard."""
+    """All or some shards of one data set, or one tar of another tool. The arrays have a value per shard.
+
+    ``shard_index``: of a shard in these arrays.
+    """
 
     folder: DataFolder
     spec: DatasetSpec
@@ -51,15 +55,15 @@ class DatasetShards:
     scanned_tar: Path | None = None  # the tar of another tool
     records: Any = None  # of the samples in this tar, instead of an idx
 
-    def path_of(self, row: int) -> Path:
+    def path_of(self, shard_index: int) -> Path:
         """Return the path of a shard's tar."""
-        return self.scanned_tar or self.folder.path_of(names.tar_name(int(self.shard_ids[row])))
+        return self.scanned_tar or self.folder.path_of(names.tar_name(int(self.shard_ids[shard_index])))
 
-    def open_tar(self, row: int) -> ReadFile:
+    def open_tar(self, shard_index: int) -> ReadFile:
         """Open a shard's tar. Raises FileNotFoundError, BrokenShard or OSError."""
         if self.scanned_tar is not None:
             return ReadFile(self.scanned_tar)
-        return self.folder.open(names.tar_name(int(self.shard_ids[row])))
+        return self.folder.open(names.tar_name(int(self.shard_ids[shard_index])))
 
     @property
     def fingerprint(self) -> str:
@@ -97,30 +101,23 @@ def _cached_idx(folder: DataFolder, spec: DatasetSpec, shard_id: int) -> IdxReco
 
 
 class ShardSet:
-    """Shards in the order in which they were named. Samples are numbered through all of them.
+    """Shards with numbers from 0, and their samples, numbered through all of them from 0.
 
-    A shard's idx has a record per sample. With a split, training has the first records of each shard and
+    The order of shards: folders, index.json and tars of other tools as they were named, each with its shards
+    by number; then the shards of ours that were named one by one, folder by folder, in the order in which
+    their folders were first named, and each folder's as they were named. Within a shard the samples have the
+    order of its idx, which is that of the tar. With a split, training has the first records of each idx and
     validation the last ones, so training samples have the same record numbers as without a split.
     """
 
-    def __init__(
-        self,
-        parts: Iterable[DatasetShards],
-        split: SplitName | None = None,
-        *,
-        is_for_validation: bool = False,  # whether the caller says so of all parts
-    ) -> None:
+    def __init__(self, parts: Iterable[DatasetShards], split: SplitName | None = None) -> None:
         self.parts = tuple(parts)
         self.datasets = [part for part in self.parts if part.records is None]
         self.has_external = len(self.datasets) < len(self.parts)
-        # Shard s is row s - first_of_part[i] of part i: int64[parts + 1].
+        # Shard s has the index s - first_of_part[i] in part i: int64[parts + 1].
         self.first_of_part = np.cumsum([0, *(len(part.num_samples) for part in self.parts)])
         # Whether some plan holds documents out. All samples of other data sets are for validation.
         self.has_planned = any(part.spec.validation_fraction > 0 for part in self.parts)
-        if split == "train":
-            self._refuse_unplanned()
-        if split == "validation" and not is_for_validation:
-            _refuse_training_sets(self.datasets)
         self.split = split if self.has_planned else None  # None: the samples of both sides
         # Of each shard: all records, those for validation, and the first of these: int64[shards].
         self.num_records = np.concatenate([part.num_samples for part in self.parts])
@@ -154,35 +151,48 @@ class ShardSet:
         return np.searchsorted(self.first_sample, samples, side="right") - 1
 
     def locate(self, shard: int) -> tuple[DatasetShards, int]:
-        """Return the part that has a shard, counted through all parts, and the shard's row in it."""
+        """Return the part that has a shard, counted through all parts, and the shard's index in it."""
         number = int(np.searchsorted(self.first_of_part, shard, side="right")) - 1
         return self.parts[number], shard - int(self.first_of_part[number])
 
     def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
-        """Return where the document of a row of ``batch["origins"]`` is stored. Raises UsageError."""
+        """Return where a document of ``batch["origins"]`` is stored. Raises UsageError."""
         if not 0 <= shard < self.num_shards or not 0 <= sample < self.num_records[shard]:
             expected = f'batch["origins"][n, 2:] of this loader, whose source has {self.num_shards:,} shards'
             raise UsageError(found=f"shard {shard}, sample {sample} of the source {name}", expected=expected)
-        data, row = self.locate(shard)
+        data, shard_index = self.locate(shard)
         place = address = ""
         if data.records is None:
-            shard_id = int(data.shard_ids[row])
+            shard_id = int(data.shard_ids[shard_index])
             address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
             with contextlib.suppress(NotFound, *NOT_THERE):  # a copy may lack its idx or its plan
                 record = _cached_idx(data.folder, data.spec, shard_id)[sample]
                 name_of = name_of_input(_cached_input_names(data.folder), int(record["input_number"]))
                 place = place_text(name_of, int(record["input_offset"]))
-        tar = data.path_of(row)
+        tar = data.path_of(shard_index)
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 
-    def _refuse_unplanned(self) -> None:
-        """Raise UsageError if a part has no documents that are held out."""
+    def refuse_unplanned(self) -> None:
+        """Raise UsageError if a part has no documents that are held out. For ``split="train"``."""
         if all(part.spec.validation_fraction > 0 for part in self.parts):
             return
         path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
         remedy = "--validation_fraction"
         expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
         raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
+
+    def refuse_training_sets(self) -> None:
+        """Raise UsageError for a data set that holds nothing out and is not for validation as a whole."""
+        for dataset in self.datasets:
+            if dataset.spec.validation_fraction > 0 or _is_for_validation(dataset.folder):
+                continue
+            remedy = f'input_shards={{"{VALIDATION}": {str(dataset.folder)!r}}}'
+            expected = (
+                "a data set that was planned with --validation_fraction or --split validation; if all its "
+                f"documents are for validation, name it so: {remedy}"
+            )
+            found = 'split="validation" of a data set that holds no document out'
+            raise UsageError(path=dataset.folder, found=found, expected=expected, remedy=remedy)
 
     @property
     def split_text(self) -> str:
@@ -213,20 +223,6 @@ class ShardSet:
         return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
 
-def _refuse_training_sets(datasets: Iterable[DatasetShards]) -> None:
-    """Raise UsageError for a data set that holds nothing out and is not for validation as a whole."""
-    for dataset in datasets:
-        if dataset.spec.validation_fraction > 0 or _is_for_validation(dataset.folder):
-            continue
-        remedy = f'input_shards={{"{VALIDATION}": {str(dataset.folder)!r}}}'
-        expected = (
-            "a data set that was planned with --validation_fraction or --split validation; if all its "
-            f"documents are for validation, name it so: {remedy}"
-        )
-        found = 'split="validation" of a data set that holds no document out'
-        raise UsageError(path=dataset.folder, found=found, expected=expected, remedy=remedy)
-
-
 def _is_for_validation(folder: DataFolder) -> bool:
     """Return whether a data set's folder is named as validation, or only such inputs were planned."""
     if not _VALIDATION_WORDS.isdisjoint(re.split(r"[^a-z]+", folder.path.name.lower())):
@@ -234,6 +230,3 @@ def _is_for_validation(folder: DataFolder) -> bool:
     plan = read_plan(folder)
     planned = set() if plan is None else {name.strip() for name in plan.options.split.split(",")}
     return bool(planned - {""}) and planned <= _VALIDATION_WORDS
-
-
-# Finding what ``input_shards`` names

@@ -70,6 +70,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4}, "4 ranks", "[1]"),
     ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
     ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
+    ({"global_batch_size": [(0, 100), (10, 64)], "rank": 0, "world_size": 4}, "=100 from step 0", "8"),
+    ({"targets": "shifted", "seq_len": 10**6}, f"seq_len={10**6}", "at most"),
+    ({"targets": "shifted", "seq_len": 8, "max_length": 4}, "seq_len=8, which", ""),
+    ({"targets": "shifted", "max_length": 4, "seq_len": 8}, "max_length=4, which", ""),
     # Arguments that exclude each other. These errors have no fields, but name the last argument.
     ({"boundaries": "position_ids", "seq_len": 8, "collate_fn": list}, "", ""),
     ({"origins": True, "collate_fn": list}, "", ""),
@@ -84,6 +88,12 @@ def test_a_wrong_value_is_named(numbered: Path, options: dict[str, Any], found: 
     given: dict[str, Any] = {"input_shards": numbered, "batch_size": 2, "model_id": numbered, **options}
     with refuses(UsageError, found=found, expected=expected, args="" if found else [*options][-1]):
         get_llama3_dataloader(**{"num_workers": 0, **given})
+
+
+@pytest.mark.parametrize("name", ["seq_len", "max_length"])
+def test_a_length_that_does_not_fit_packed_rows_is_named_as_it_was_typed(rows: Path, name: str) -> None:
+    with refuses(UsageError, found=f"{name}=50", expected="packed rows of 97 tokens"):
+        open_loader(rows, 2, targets="shifted", **{name: 50})
 
 
 @pytest.mark.parametrize("name", ["get_loader", "numpy"])

@@ -87,8 +87,8 @@ class WholeDocuments:
 
 def export_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write the token ids of a data set in the layout of another tool. If it was stopped, run it again to "
-        "continue with the missing shards."
+        "Write the token ids of a data set in the layout of another tool. If it was stopped, run it again: "
+        "it reads the files that are there and writes those that are missing or that were altered."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
@@ -131,8 +131,7 @@ def export(args: argparse.Namespace) -> int:
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, num_tokens)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
-    todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
-    for shard_id in with_progress("exporting", todo):
+    for shard_id in with_progress("exporting", layout.missing()):
         with ShardSamples(data, plan.spec, shard_id, rows_of_shard[shard_id]) as samples:
             try:
                 if layout.has_documents and plan.spec.has_rows and plan.options.pack == "best_fit":

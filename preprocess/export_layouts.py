@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,8 @@ from preprocess.make.token_ids import Ids
 from preprocess.read.formats import Numbers
 from shardprep import files, publishing
 from shardprep.command_line import needs
-from shardprep.errors import ReadWriteError, UsageError
+from shardprep.errors import UsageError
+from shardprep.files import FileStamp
 from shardprep.output_folder import OutputFolder
 
 SETTINGS = "export.json"  # the mark of the folder
@@ -36,7 +37,7 @@ class ExportedShard(NamedTuple):
 
 
 class ExportLayout:
-    """The files that another tool reads. A shard is done once all its files exist, and none was cut."""
+    """The files that another tool reads. A shard is done once all its files are as they were written."""
 
     last_name = ""  # of a shard's last file, with ``number`` of the shard and ``num_shards``
     has_documents = True  # each in one piece; else rows as they are
@@ -52,12 +53,22 @@ class ExportLayout:
             self.last_name.format(number=number, num_shards=num_shards) for number in range(num_shards)
         ]
 
-    def is_done(self, shard_id: int) -> bool:
-        return self.folder.size_of(self.last_names[shard_id]) == self.ids_bytes(shard_id)
+    def missing(self) -> list[int]:
+        """Return the shards that are not done. Reads the files of the others."""
+        remembered = self.folder.remembered()
+        shard_ids = range(len(self.num_tokens))
+        return [shard_id for shard_id in shard_ids if not self._is_as_written(shard_id, remembered)]
 
-    def ids_bytes(self, shard_id: int) -> int:
-        """Return the size of a shard's ids."""
-        return self.num_tokens[shard_id] * self.dtype.itemsize
+    def is_done(self, shard_id: int) -> bool:
+        return self._is_as_written(shard_id, self.folder.remembered())
+
+    def _is_as_written(self, shard_id: int, remembered: Mapping[str, FileStamp]) -> bool:
+        names = self.names_of(shard_id)
+        return all(self.folder.is_as_written(name, remembered) for name in names)
+
+    def names_of(self, shard_id: int) -> list[str]:
+        """Return the names of a shard's files."""
+        return [self.last_names[shard_id]]
 
     def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
         """Yield the name of each file of a shard, and its bytes in pieces. ``name`` is the last one's."""
@@ -66,16 +77,16 @@ class ExportLayout:
     def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
-            written: list[publishing.PublishedFile] = []
+            written: list[tuple[publishing.PublishedFile, FileStamp]] = []
             for name, pieces in self.contents(self.last_names[shard_id], samples):
                 file = stack.enter_context(self.folder.new_file(name))
-                written.append(file)
                 for piece in pieces:
                     file.write(piece)
-                file.sync()
-            for file in written:
+                written.append((file, file.sync()))
+            for file, stamp in written:
                 file.publish()
                 self.folder.sync()  # after a power cut no file may be there without those before it
+                self.folder.remember(file.path.name, stamp)
 
     def finish(self) -> str:
         """Write the files that list all shards, and return how the tool opens them."""
@@ -93,18 +104,9 @@ class Megatron(ExportLayout):
     last_name = "shard-{number:05d}_document.idx"
     two_bytes_below = 65_500
 
-    def is_done(self, shard_id: int) -> bool:
-        if self.folder.size_of(self._bin_name(shard_id)) != self.ids_bytes(shard_id):
-            return False
+    def names_of(self, shard_id: int) -> list[str]:
         name = self.last_names[shard_id]
-        head = self.folder.read_beginning(name, _MEGATRON_HEAD.size)
-        if len(head) != _MEGATRON_HEAD.size:
-            return False
-        *_, num, num_ends = _MEGATRON_HEAD.unpack(head)
-        return self.folder.size_of(name) == len(head) + 12 * num + 8 * num_ends
-
-    def _bin_name(self, shard_id: int) -> str:
-        return self.last_names[shard_id].removesuffix(".idx") + ".bin"
+        return [name.removesuffix(".idx") + ".bin", name]
 
     def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
         yield from super().contents(name.removesuffix(".idx") + ".bin", samples)
@@ -136,23 +138,28 @@ class NanoGpt(ExportLayout):
     two_bytes_below = (1 << 16) + 1
     wide = "<u4"
 
+    _has_stream = False  # that was compared
+
+    def missing(self) -> list[int]:
+        self._has_stream = self._find_stream()
+        return [] if self._has_stream else super().missing()
+
     def is_done(self, shard_id: int) -> bool:
-        return super().is_done(shard_id) or self.folder.size_of(_STREAM) is not None
+        return super().is_done(shard_id) or self._find_stream()
+
+    def _find_stream(self) -> bool:
+        return self.folder.is_as_written(_STREAM, self.folder.remembered())
 
     def finish(self) -> str:
         target = self.folder.path_of(_STREAM)
-        if self.folder.size_of(_STREAM) is None:
+        if not self._has_stream and not self._find_stream():
             with self.folder.new_file(_STREAM) as file:
                 for name in self.last_names:
                     self._append(file, name)
-                file.sync()
+                stamp = file.sync()
                 file.publish()
             self.folder.sync()
-        num_bytes = self.folder.size_of(_STREAM)
-        expected = sum(self.num_tokens) * self.dtype.itemsize
-        if num_bytes != expected:
-            again = f"{expected}; remove this file and run the export again"
-            raise ReadWriteError(path=target, found=f"{num_bytes} bytes", expected=again)
+            self.folder.remember(_STREAM, stamp)
         for name in self.last_names:
             with contextlib.suppress(OSError):
                 self.folder.remove(name)
@@ -174,14 +181,6 @@ class HuggingFace(ExportLayout):
 
     last_name = "data-{number:05d}-of-{num_shards:05d}.arrow"
     has_documents = False
-
-    def is_done(self, shard_id: int) -> bool:
-        name = self.last_names[shard_id]
-        size = self.folder.size_of(name)
-        if size is None or size < len(_ARROW_END):
-            return False
-        with files.errors_named(self.folder.path_of(name)), self.folder.open(name) as file:
-            return file.read_beginning(size - len(_ARROW_END), len(_ARROW_END)) == _ARROW_END
 
     def contents(self, name: str, samples: ExportedShard) -> Iterator[tuple[str, Iterable[bytes]]]:
         yield name, self._stream(samples)

@@ -28,6 +28,7 @@ from preprocess.read.documents import DocumentReader
 from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text
 from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
+from shardprep.files import FileStamp
 from shardprep.format import names
 from shardprep.format.data_folder import OVERLAP_FOLDER, DataFolder
 from shardprep.format.plan import Cut, need_plan, ranges_between
@@ -99,8 +100,9 @@ def overlap(args: argparse.Namespace) -> int:
     names_of_hits = [f"{names.shard_name(number)}.{key}.jsonl" for number in range(plan.num_shards)]
 
     def missing() -> list[int]:
-        existing = {*out.names()}
-        return [number for number, name in enumerate(names_of_hits) if name not in existing]
+        written = out.remembered()
+        shard_ids = range(plan.num_shards)
+        return [number for number in shard_ids if not out.is_as_written(names_of_hits[number], written)]
 
     todo = [number for number in missing() if number in chosen]
     if len(todo) < len(chosen):
@@ -113,7 +115,9 @@ def overlap(args: argparse.Namespace) -> int:
             for documents in unblanked_documents(plan, folder, number, reader):
                 lines += [json.dumps(hit, ensure_ascii=False) + "\n" for hit in search.hits_of(documents)]
                 progress.add(documents.num_bytes)
-            out.publish(names_of_hits[number], "".join(lines).encode("utf-8", "surrogatepass"))
+            content = "".join(lines).encode("utf-8", "surrogatepass")
+            out.publish(names_of_hits[number], content)
+            out.remember(names_of_hits[number], FileStamp.of(content))
     left = names.id_ranges(missing())
     if left:
         print_lines(f"not done yet: {shards_text(left)}; the call that finishes the last writes the lists")

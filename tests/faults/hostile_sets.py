@@ -472,6 +472,9 @@ def _nested_folder(place: Path, _: object) -> None:
 def _hit_lines(content: Callable[[], bytes], place: Path, _: object) -> None:
     for path in (place / "data" / "overlap").glob("shard-*.jsonl"):
         path.write_bytes(content())
+        stamp = {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(content()).hexdigest()}
+        with path.with_name("written.jsonl").open("a", encoding="ascii") as file:
+            file.write(json.dumps({"name": path.name, **stamp}) + "\n")
 
 
 _FORMATS = {

@@ -82,6 +82,7 @@ FORMS: dict[str, list[str]] = {
     "formats": [],  # its raw text is also in one file of each format
     "with_ids": ["--id_field", "id", "--exclude", "EXCLUDED"],  # its raw text is also in a file with ids
 }
+_UNCOUNTED = (".partial", "/written.jsonl")
 _KEPT = ("raw", "model", "tmp", "blanked", "listed", "excluded")  # by the next form
 # Library modules that commands import late. The loader imports torch.
 _IMPORTED_AHEAD = [
@@ -268,7 +269,8 @@ class SmallDataSet:
                 name, data = f"litter/{path.name}", b""
             elif name == "report":
                 data = re.sub(rb'"written": [^,}]*', b"", data)
-            elif folder not in ("exported", "names", "trained") or "/." in name or path.suffix == ".partial":
+            # The record has a line a file, in the order in which they were written.
+            elif folder not in ("exported", "names", "trained") or "/." in name or name.endswith(_UNCOUNTED):
                 continue
             found[name] = hashlib.sha256(data).hexdigest()
         return found

@@ -215,9 +215,7 @@ def test_megatron_has_documents_and_nanogpt_their_stream(worlds: Worlds, tmp_pat
     assert sum(map(int, sizes)) == len(stream)
     out = exported(worlds[name], "nanogpt", tmp_path / "of nanogpt")
     assert np.fromfile(out / "train.bin", np.uint16).tolist() == stream
-    assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.bin"]
-    (out / "train.bin").write_bytes(b"cut")
-    export(worlds[name], "nanogpt", out).ends(74, "train.bin")
+    assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.bin", "written.jsonl"]
 
 
 @pytest.mark.parametrize(("seq_len", "side"), [(8, None), (16, "train"), (16, "validation"), (64, None)])
@@ -282,17 +280,37 @@ def test_datasets_and_megatron_core_read_the_exports(worlds: Worlds, tmp_path: P
         ("megatron", "shard-00001_document.idx"),
         ("megatron", "shard-00001_document.bin"),
         ("hf", "data-00001-of-00003.arrow"),
+        ("nanogpt", "train.bin"),
     ],
 )
-@pytest.mark.parametrize("share", [0, 0.5])
-def test_an_export_writes_a_file_again_that_was_cut(
-    worlds: Worlds, tmp_path: Path, to: str, name: str, share: float
+def test_an_export_writes_a_file_again_that_was_cut_or_altered(
+    worlds: Worlds, tmp_path: Path, to: str, name: str
 ) -> None:
+    """But no files of other shards."""
     out = exported(worlds["packed"], to, tmp_path / "out")
     whole = (out / name).read_bytes()
-    os.truncate(out / name, int(len(whole) * share))
-    exported(worlds["packed"], to, out)
-    assert (out / name).read_bytes() == whole
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    other = out / name.replace("00001", "00000")
+    inode = other.stat().st_ino
+    for content in (b"", whole[:middle], flipped):
+        (out / name).write_bytes(content)
+        exported(worlds["packed"], to, out)
+        assert (out / name).read_bytes() == whole
+    assert (other.stat().st_ino == inode) == (other.name != name)
+
+
+def test_an_export_needs_no_record_that_a_power_loss_cut(worlds: Worlds, tmp_path: Path) -> None:
+    out = exported(worlds["packed"], "megatron", tmp_path / "out")
+    before = files(out)
+    record = out / "written.jsonl"
+    for content in (b"", record.read_bytes()[:-30], b"{}\n[\n\xff\n"):
+        record.write_bytes(content)
+        exported(worlds["packed"], "megatron", out)
+        record.unlink()
+        assert files(out) == {name: content for name, content in before.items() if name != record.name}
+        exported(worlds["packed"], "megatron", out)
+        assert files(out) == before
 
 
 def test_an_export_to_one_stream_writes_its_parts_again_that_were_cut(worlds: Worlds, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ FORMS = {
 
 def stages_of(data: Path) -> dict[str, float]:
     """Make shard 0 of a data set in this process and thread, and return the CPU seconds of each stage."""
+    from preprocess.make.layout import BatchLayout
     from preprocess.make.resources import WorkerSettings, bind_to
     from preprocess.make.worker import Worker
     from preprocess.make.writer import ShardWriter
@@ -46,6 +47,7 @@ def stages_of(data: Path) -> dict[str, float]:
     shard = plan.shard(0)
     worker = Worker(plan, DataFolder(data), WorkerSettings(), num_cpus=1, warn=print)
     spent = {"start": time.process_time(), "read": 0.0, "encode": 0.0, "lay out": 0.0, "count and write": 0.0}
+    layout = BatchLayout(plan.spec, plan.options, 0)
     with ShardWriter(DataFolder(data), plan.spec, plan.options, 0) as writer:
         batches = DocumentReader(plan.options).read_shard(shard)
         while True:
@@ -55,7 +57,7 @@ def stages_of(data: Path) -> dict[str, float]:
             times.append(time.process_time())
             tokens = worker.engine.encode_documents(documents)
             times.append(time.process_time())
-            batch = writer.lay_out(documents, tokens)
+            batch = layout.lay_out(documents, tokens)
             times.append(time.process_time())
             writer.append(batch)
             times.append(time.process_time())

@@ -144,7 +144,7 @@ def duplicates(args: argparse.Namespace) -> int:
             raise Refused(found=f"{removed.total()} duplicates in the input", expected=expected)
         for file in lists.values():
             file.sync()
-            file.publish()
+            file.rename_into_place()
         publishing.sync_folder(args.output.parent)
     data_sets: list[dict[str, Any]] = []
     for folder, file in lists.items():

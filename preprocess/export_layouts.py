@@ -84,7 +84,7 @@ class ExportLayout:
                     file.write(piece)
                 written.append((file, file.sync()))
             for file, stamp in written:
-                file.publish()
+                file.rename_into_place()
                 self.folder.sync()  # after a power cut no file may be there without those before it
                 self.folder.remember(file.path.name, stamp)
 
@@ -157,7 +157,7 @@ class NanoGpt(ExportLayout):
                 for name in self.last_names:
                     self._append(file, name)
                 stamp = file.sync()
-                file.publish()
+                file.rename_into_place()
             self.folder.sync()
             self.folder.remember(_STREAM, stamp)
         for name in self.last_names:

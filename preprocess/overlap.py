@@ -217,7 +217,7 @@ def _merge(out: OutputFolder, names_of_hits: list[str], blank: str, settings: di
                 listed[f"sha256:{hit['sha256']}\n"] = None
                 file.write(line)
         file.sync()
-        file.publish()
+        file.rename_into_place()
     out.publish(_NAMES, "".join(listed).encode())
     documents = counted(sources.total(), "document")
     of_evals = counted(len(evals), "evaluation document")

@@ -334,7 +334,7 @@ class Folder:
         with self.new_file(name) as file:
             file.write(content)
             file.sync()
-            file.publish()
+            file.rename_into_place()
         self.sync(name.rpartition("/")[0])
 
     def publish_equal(self, name: str, content: bytes, *, what: str) -> None:
@@ -371,7 +371,7 @@ class Folder:
                 copy.write(memoryview(file.read(start, num_bytes)))
             copied = copy.sync()
             if stamp is None or copied == stamp:
-                copy.publish()
+                copy.rename_into_place()
         return copied
 
     def publish_link(self, name: str, source: Folder) -> bool:
@@ -457,7 +457,7 @@ class Folder:
                 with unfinished.new_file(file_name) as file:
                     file.write(content)
                     file.sync()
-                    file.publish()
+                    file.rename_into_place()
             unfinished.sync()
             parent, last = self._reach_to_write(name)
             try:

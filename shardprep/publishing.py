@@ -1,8 +1,8 @@
 """Publish files and folders, which appear whole or not at all: temporary name, fsync, rename.
 
-``publish`` replaces an existing one; ``publish_first`` leaves it alone and returns False. The temporary
-name, ``.NAME.HOST-PID-HEX.tmp``, is unique to the attempt and in the target's folder, so a rename never
-crosses file systems and no lock is needed.
+``publish`` replaces an existing one and syncs its folder, ``rename_into_place`` replaces it alone;
+``publish_first`` leaves it alone and returns False. The temporary name, ``.NAME.HOST-PID-HEX.tmp``, is unique
+to the attempt and in the target's folder, so a rename never crosses file systems and no lock is needed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 class PublishedFile:
-    """Writes a temporary file, which ``publish`` renames to ``path``.
+    """Writes a temporary file, which ``rename_into_place`` renames to ``path``.
 
     The temporary file has mode ``0666 & ~umask``. Errors name the file and the system's reason: CannotWrite
     at creation, ReadWriteError afterwards.
@@ -179,8 +179,8 @@ class PublishedFile:
             self._fd = -1
         return FileStamp(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
 
-    def publish(self) -> None:
-        """Rename the synced file, replacing one of the same name."""
+    def rename_into_place(self) -> None:
+        """Rename the synced file, replacing one of the same name. The caller syncs the folder."""
         with self._errors("renamed"):
             os.rename(self._temporary_name, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._may_exist = False
@@ -252,7 +252,7 @@ def publish_bytes(path: Path, content: bytes) -> None:
     with PublishedFile(path) as file:
         file.write(content)
         file.sync()
-        file.publish()
+        file.rename_into_place()
     sync_folder(path.parent)
 
 

@@ -96,9 +96,9 @@ BY_HAND = [
     ("a document ends with EOS where it is asked for", "preprocess/make/engine.py",
      "(tokens.ids, tokens.offsets[1:], end_id),", "(tokens.ids, tokens.offsets[:-1], end_id),"),
     ("a manifest is written last", "preprocess/make/writer.py",
-     "for key, file in written.items():\n            file.publish()",
+     "for key, file in written.items():\n            file.rename_into_place()",
      "self._folder.publish(names.manifest_name(self._shard_id), manifest.to_json())\n"
-     + 8 * " " + "for key, file in written.items():\n            file.publish()"),
+     + 8 * " " + "for key, file in written.items():\n            file.rename_into_place()"),
     ("a state counts the step that the loop holds", "loader/order/state.py",
      "position.step - run.first_step(epoch),", "max(position.step - 1 - run.first_step(epoch), 0),"),
     ("rank r has the r-th part of a global batch", "loader/token_loader.py",

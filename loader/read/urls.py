@@ -65,7 +65,7 @@ def _publish(
                 scan_tar(copy.temporary)
         except BrokenShard as error:
             raise type(error)(f"what webdataset read from {source} cannot be loaded: {error}") from None
-        copy.publish()
+        copy.rename_into_place()
     publishing.sync_folder(target.parent)  # the name must survive a power cut before the manifest's does
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from preprocess.make.engine import Engine
+from preprocess.make.layout import BatchLayout
 from preprocess.make.pieces import EncodedBatch
 from preprocess.make.token_ids import NO_LOSS, TokenBatch
-from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentBatch
 from preprocess.read.formats import Texts
 from shardprep.format import names
@@ -33,7 +33,7 @@ class BatchEncoder:
 
     plan: Plan
     engine: Engine
-    writer: ShardWriter  # lays out members; nothing is written
+    layout: BatchLayout
     blanked: BlankedDocuments | None
 
     def encode(self, documents: DocumentBatch) -> EncodedBatch:
@@ -41,7 +41,7 @@ class BatchEncoder:
         mask_rule = self.plan.options.chat_mask_rule
         tokens = self.engine.encode_documents(documents, end_id=self.plan.end_id, mask_rule=mask_rule)
         if self.blanked is None:
-            return self.writer.lay_out(documents, tokens)
+            return self.layout.lay_out(documents, tokens)
         return self._lay_out_blanked(self.blanked, documents, tokens)
 
     def _lay_out_blanked(
@@ -65,9 +65,9 @@ class BatchEncoder:
             ids_of = zip(columns["id"], is_blanked, strict=True)
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
-        return self.writer.lay_out(
+        return self.layout.lay_out(
             replace(documents, texts=Texts(texts)),
             replace(tokens, ids=ids),
             digests,
-            counted=replace(documents, columns=columns),
+            before_blanking=replace(documents, columns=columns),
         )

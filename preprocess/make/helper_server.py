@@ -18,9 +18,9 @@ from preprocess.make.arena import Arena
 from preprocess.make.encoding import BatchEncoder, read_blanked_of
 from preprocess.make.engine import Engine
 from preprocess.make.fast import FastTokenizer
+from preprocess.make.layout import BatchLayout
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.stretches import Stretch
-from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from shardprep.errors import ShardprepError, Stopped
 from shardprep.format.data_folder import DataFolder
@@ -112,9 +112,9 @@ class HelperServer:
             pipe.recv()  # until the parent ends it
 
     def _encoder(self, shard_id: int) -> BatchEncoder:
-        writer = ShardWriter(self.folder, self.plan.spec, self.plan.options, shard_id)
+        layout = BatchLayout(self.plan.spec, self.plan.options, shard_id)
         blanked = read_blanked_of(self.plan, self.folder, shard_id)
-        return BatchEncoder(plan=self.plan, engine=self.engine, writer=writer, blanked=blanked)
+        return BatchEncoder(plan=self.plan, engine=self.engine, layout=layout, blanked=blanked)
 
     def _read(self, reader: DocumentReader, stretch: Stretch | DocumentBatch) -> list[DocumentBatch]:
         """Return the documents of a job, with lines that are numbered from any number."""

@@ -24,16 +24,13 @@ from shardprep.format.plan_options import PlanOptions
 from shardprep.format.spec import DatasetSpec
 
 
-class DocumentMembers:
-    """One sample per document: its ``text.txt``, if texts are kept, and its ``token_ids``."""
-
-    num_padding = num_split = 0  # RowMembers counts padding, and documents split over rows
+class DocumentLayout:
+    """Lays out one sample per document: its ``text.txt``, if texts are kept, and its ``token_ids``."""
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec = spec
         self._shard_id = shard_id
         self._options = options
-        self._tar_bytes = 0
         self._field = f"token_ids.{spec.token_format}"
         self._json: JsonIds | None = None
         self._npy_header_bytes = 0
@@ -42,7 +39,7 @@ class DocumentMembers:
         else:
             self._npy_header_bytes = len(names.npy_header(spec.dtype, (1,)))
 
-    def lay_out(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> TarPiece:
+    def piece_of(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> TarPiece:
         """Return the members of a batch, with offsets from 0. Runs in a thread.
 
         Raises BadInput if a member is too large for the idx.
@@ -98,10 +95,21 @@ class DocumentMembers:
         records["input_offset"] = documents.offsets
         return TarPiece(buffer, records, digests)
 
+
+class DocumentMembers:
+    """Puts the samples of batches one after the other, those for validation last in the idx."""
+
+    num_padding = 0  # RowMembers counts padding, and documents split over rows
+    num_split = 0
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        self._spec = spec
+        self._tar_bytes = 0
+
     def pieces(self, batch: EncodedBatch) -> Iterator[TarPiece]:
         """Yield pieces of the tar in order, with the idx records of the samples that they complete."""
         piece = batch.piece
-        assert piece is not None  # it is from ``lay_out``
+        assert piece is not None  # it is from a BatchLayout
         piece.records["offset"] += self._tar_bytes
         self._tar_bytes += len(piece.data)
         fraction = self._spec.validation_fraction

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.packing import RowGroup, Starts, packer_of
-from preprocess.make.pieces import Digests, EncodedBatch, TarPiece
+from preprocess.make.pieces import EncodedBatch, TarPiece
 from preprocess.make.tar_headers import ustar_header
 from preprocess.make.token_ids import NO_LOSS, Ids, TokenBatch
-from preprocess.read.documents import DocumentBatch
 from shardprep.format import names
 from shardprep.format.documents import are_for_validation
 from shardprep.format.idx import IDX_DTYPES
@@ -40,9 +39,6 @@ class RowMembers:
     def num_split(self) -> int:
         return sum(packer.num_split for packer in self._packers)
 
-    def lay_out(self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests) -> None:
-        """Do nothing: rows are packed in order."""
-
     def pieces(self, batch: EncodedBatch) -> Iterator[TarPiece]:
         """Yield the members that a batch fills.
 
@@ -50,7 +46,7 @@ class RowMembers:
         documents alone, not on batches, and consecutive documents for training are packed together.
         """
         tokens, starts = batch.tokens, batch.starts
-        assert tokens is not None  # it is from ``ShardWriter.lay_out``
+        assert tokens is not None  # it is from a BatchLayout
         assert starts is not None
         if not (fraction := self._spec.validation_fraction):
             yield from map(self._member, self._packers[0].append(tokens, starts))

@@ -23,6 +23,7 @@ from preprocess.make.attempt import clean_if_done
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.encoding import BatchEncoder, read_blanked_of
 from preprocess.make.in_order import in_order
+from preprocess.make.layout import BatchLayout
 from preprocess.make.log_lines import done_line, input_line
 from preprocess.make.pieces import EncodedBatch
 from preprocess.make.resources import WorkerSettings
@@ -181,8 +182,9 @@ class Worker:
         begin = self._begin()
         plan = self.plan
         writer = ShardWriter(folder, plan.spec, plan.options, shard.shard_id, writes_behind=self.has_helpers)
+        layout = BatchLayout(plan.spec, plan.options, shard.shard_id)
         blanked = read_blanked_of(plan, self.folder, shard.shard_id)
-        encoder = BatchEncoder(plan=plan, engine=self.engine, writer=writer, blanked=blanked)
+        encoder = BatchEncoder(plan=plan, engine=self.engine, layout=layout, blanked=blanked)
         with contextlib.closing(self._encoded(shard, encoder)) as encoded, writer:
             for batch in encoded:
                 writer.append(batch)
@@ -270,16 +272,14 @@ class Worker:
         limit = self.settings.max_bad_fraction
         if limit is None:
             limit = self.plan.max_bad_fraction
-        quarantine = writer.quarantine() if counting.bad_fraction > limit else None
-        if quarantine is None:
+        if not counting.bad or counting.bad_fraction <= limit:
             return
-        quarantine.sync()
-        quarantine.publish()
+        quarantine = writer.publish_quarantine()
         bad = [each for each in counting.bad if not names.is_chosen(each.reason)]
         found = f"{counting.bad_fraction:.2%}"
         expected = f"{limit:.2%}"
         # First how to look at them, then how to mend them, and last how to accept the loss.
-        remedy = f"head -n 3 {quoted(quarantine.path)}"
+        remedy = f"head -n 3 {quoted(quarantine)}"
         advice = " ".join(advice_about(bad, self.plan.options))
         if counting.bad_fraction < 1:
             enough = min(int(counting.bad_fraction * 100) + 1, 100) / 100
@@ -291,4 +291,4 @@ class Worker:
             f"{remedy}. {advice}"
         )
         fields = {"found": found, "expected": expected, "advice": advice, "remedy": remedy}
-        raise BadInput(message, path=quarantine.path, **fields)
+        raise BadInput(message, path=quarantine, **fields)

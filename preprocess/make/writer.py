@@ -1,8 +1,8 @@
-"""Write one shard: documents and their ids become a tar, its idx, a quarantine file and, last, a manifest.
+"""Write one shard: encoded batches become a tar, its idx, a quarantine file and, last, a manifest.
 
 A data set has one of two forms: a sample per document, or packed rows of seq_len tokens, of which a group
 becomes one member. The groups depend on the documents alone, not on how they are batched. The tar has the
-same bytes as from webdataset's TarWriter. No Python code here loops over tokens.
+same bytes as from webdataset's TarWriter.
 
 Files have temporary names until all of them are synced, once, at the end: at most six files (tar, idx,
 quarantine, ids, digests, manifest) and their folders.
@@ -13,19 +13,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from preprocess.make.attempt import AttemptMark, end_other_attempts
 from preprocess.make.counts import Counting
 from preprocess.make.members import DocumentMembers
-from preprocess.make.packing import starts_of
-from preprocess.make.pieces import NO_DIGESTS, Digests, EncodedBatch, TarPiece
+from preprocess.make.pieces import EncodedBatch, TarPiece
 from preprocess.make.rows import RowMembers
-from preprocess.make.token_ids import NO_LOSS, TokenBatch
-from preprocess.read.documents import DocumentBatch
 from shardprep import publishing
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
@@ -36,7 +33,11 @@ from shardprep.format.spec import DatasetSpec
 
 
 class ShardWriter:
-    """Writes one shard, as a context manager. Only ``commit`` publishes it; a failure leaves nothing."""
+    """Writes one shard, as a context manager.
+
+    ``commit`` publishes it, and ``publish_quarantine`` only the list of the documents that were left out.
+    After any other end of the block nothing is left.
+    """
 
     def __init__(
         self,
@@ -51,10 +52,14 @@ class ShardWriter:
 
         ``writes_behind``: write the tar in a thread, for a process that does little else.
         """
-        self._folder, self._spec, self._options, self._shard_id = folder, spec, options, shard_id
+        self._folder = folder
+        self._spec = spec
+        self._options = options
+        self._shard_id = shard_id
         self._writes_behind = writes_behind
-        members = RowMembers if spec.has_rows else DocumentMembers
-        self._members: RowMembers | DocumentMembers = members(spec, shard_id, options)
+        self._members: RowMembers | DocumentMembers = DocumentMembers(spec)
+        if spec.has_rows:
+            self._members = RowMembers(spec, shard_id, options)
         self.counting = Counting(shard_id)
         self._num_samples = 0
         self._crcs = ChunkCrcs(IDX_DTYPES[spec.kind])
@@ -89,36 +94,6 @@ class ShardWriter:
             self._folder.make_subfolder(subfolder)
         return self._files.enter_context(self._folder.new_file(name))
 
-    def lay_out(
-        self,
-        documents: DocumentBatch,
-        tokens: TokenBatch,
-        digests: Digests | None = None,
-        counted: DocumentBatch | None = None,
-    ) -> EncodedBatch:
-        """Count the documents of a batch, and lay out its members if they depend on it alone.
-
-        Runs in threads and in other processes: it changes nothing. ``digests`` default to those of the
-        documents, if digests are kept, and ``counted``, whose texts and ids are counted and kept, to the
-        documents. Raises BadInput, OtherTokenizer.
-        """
-        if digests is None:
-            digests = documents.digests() if self._options.digests else NO_DIGESTS
-        if counted is None:
-            counted = documents
-        counts = Counting(self._shard_id)
-        num_learnt = None
-        if self._spec.record == "chat":
-            # int64[tokens + 1]: tokens with labels before each token
-            before = np.concatenate([[0], np.cumsum(tokens.ids < NO_LOSS)])
-            num_learnt = np.diff(before[tokens.offsets])
-        counts.add(counted, np.diff(tokens.offsets), num_learnt)
-        id_lines = _id_lines(counted) if self._options.id_field else b""
-        piece = self._members.lay_out(documents, tokens, digests)
-        if piece is not None:
-            return EncodedBatch(counts, id_lines, piece)
-        return EncodedBatch(counts, id_lines, None, tokens, starts_of(documents, digests))
-
     def append(self, batch: EncodedBatch) -> None:
         """Add documents, in the order of the input."""
         self.counting.merge(batch.counts)
@@ -151,8 +126,8 @@ class ShardWriter:
         self._tar.write(names.TAR_END)
         self._idx.write(self._crcs.table())
         written = {"tar": self._tar, "idx": self._idx, **self._side_files}
-        if (quarantine := self.quarantine()) is not None:
-            written["quarantine"] = quarantine
+        if self.counting.bad:
+            written["quarantine"] = self._write_quarantine()
         stamps: dict[str, Any] = dict.fromkeys(names.STAMPED_NAMES)
         stamps |= {name: file.sync() for name, file in written.items()}
         validation = None
@@ -178,7 +153,7 @@ class ShardWriter:
             **stamps,
         )
         for key, file in written.items():
-            file.publish()
+            file.rename_into_place()
             subfolder = names.STAMPED_NAMES[key](self._shard_id).rpartition("/")[0]
             if subfolder:
                 self._folder.sync(subfolder)
@@ -188,23 +163,21 @@ class ShardWriter:
             end_other_attempts(self._folder, self._shard_id)
         return manifest
 
-    def quarantine(self) -> publishing.PublishedFile | None:
-        """Write a quarantine file if documents were left out, and return it before it is published."""
-        if not self.counting.bad:
-            return None
+    def publish_quarantine(self) -> Path:
+        """Publish the quarantine file alone, for a shard that fails by the documents in it. Return its path.
+
+        Its folder is not synced: the next attempt writes it again.
+        """
+        file = self._write_quarantine()
+        file.sync()
+        file.rename_into_place()
+        return file.path
+
+    def _write_quarantine(self) -> publishing.PublishedFile:
+        """Write a line for each document that was left out, and return the file before it is synced."""
         file = self._file(names.quarantine_name(self._shard_id))
         for bad in self.counting.bad:
             entry = asdict(bad)
             del entry["source"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
-
-
-def _id_lines(documents: DocumentBatch) -> bytes:
-    """Return a line of JSON per document: input number, place in it, id. Lines of text have no id."""
-    ids = documents.columns.get("id") or [""] * len(documents.lines)
-    lines = [
-        orjson.dumps([documents.input_number, *place], option=orjson.OPT_APPEND_NEWLINE)
-        for place in zip(documents.offsets.tolist(), ids, strict=True)
-    ]
-    return b"".join(lines)

@@ -15,6 +15,7 @@ import numpy as np
 
 from preprocess.make.counts import Counting
 from preprocess.make.engine import Engine
+from preprocess.make.layout import BatchLayout
 from preprocess.make.writer import ShardWriter
 from preprocess.plan.conversations import ConversationSample, form_line
 from preprocess.plan.estimate import Estimate
@@ -83,6 +84,7 @@ def measure(
     num_bytes = num_text_bytes = 0
     mask_rule = plan.options.chat_mask_rule
     has_value: dict[str, bool] = {}  # whether any record has a value, by column, such as "id" and "source"
+    layout = BatchLayout(plan.spec, plan.options, 0)
     with scratch_folder() as path, ShardWriter(DataFolder(path), plan.spec, plan.options, 0) as writer:
         conversations = ConversationSample(plan.options) if plan.options.is_chat else None
         began = time.process_time()
@@ -91,7 +93,7 @@ def measure(
             if lookup is not None:
                 lookup.see(documents)
             tokens = engine.encode_documents(documents, end_id=plan.end_id, mask_rule=mask_rule)
-            writer.append(writer.lay_out(documents, tokens))
+            writer.append(layout.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             num_text_bytes += documents.texts.num_bytes
             if conversations is not None:

@@ -175,4 +175,4 @@ def publish_excluded(
         for line, _, _ in names_of_list(path, id_field):
             file.write(f"{line}\n".encode())
         file.sync()
-        file.publish()
+        file.rename_into_place()

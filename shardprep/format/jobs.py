@@ -178,7 +178,7 @@ def publish_controller(folder: DataFolder, controller: Controller) -> None:
         file.write(json.dumps(content, indent=2).encode() + b"\n")
         file.deny_others_writing()  # commands act on what it says
         file.sync()
-        file.publish()
+        file.rename_into_place()
 
 
 def user_name() -> str:

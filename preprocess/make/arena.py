@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-_ALIGNED_BYTES = 4096  # also bounds the number of parts, so that a pipe has room for a byte of each
+_ALIGNED_BYTES = 4096  # also bounds the number of places, so that a pipe has room for a byte of each
 
 
 class Arena:
@@ -26,9 +26,9 @@ class Arena:
         self._freed, self._free = os.pipe()
 
     def pack(self, value: object) -> tuple[bytes, Sequence[tuple[int, int]] | None]:
-        """Return a pickle, and the parts of the arena that have its arrays; None if they are in the pickle.
+        """Return a pickle, and the places of the arena that have its arrays; None if they are in the pickle.
 
-        Waits for the other process to free older parts. Raises EOFError if that has ended.
+        Waits for the other process to free older places. Raises EOFError if that has ended.
         """
         buffers: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -37,20 +37,20 @@ class Arena:
         begin = self._take(sum(sizes))
         if begin is None:
             return pickle.dumps(value, protocol=5), None
-        parts = []
+        places = []
         with memoryview(self._memory) as memory:
             for each, size in zip(raw, sizes, strict=True):
                 memory[begin : begin + len(each)] = each
-                parts.append((begin, begin + len(each)))
+                places.append((begin, begin + len(each)))
                 begin += size
-        return pickled, parts
+        return pickled, places
 
-    def unpack(self, pickled: bytes, parts: Sequence[tuple[int, int]] | None) -> Any:
+    def unpack(self, pickled: bytes, places: Sequence[tuple[int, int]] | None) -> Any:
         """Return the value. Its arrays are views of the arena until ``free`` is called."""
-        if parts is None:
+        if places is None:
             return pickle.loads(pickled)  # noqa: S301  from a process of ours
         memory = memoryview(self._memory)
-        buffers = [memory[begin:end] for begin, end in parts]
+        buffers = [memory[begin:end] for begin, end in places]
         return pickle.loads(pickled, buffers=buffers)  # noqa: S301  from a process of ours
 
     def free(self) -> None:

@@ -20,15 +20,13 @@ from preprocess.make.engine import Engine
 from preprocess.make.fast import FastTokenizer
 from preprocess.make.layout import BatchLayout
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.stretches import Stretch
+from preprocess.make.stretches import Job
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from shardprep.errors import ShardprepError, Stopped
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import Plan
 
 _GROWTH_BYTES = 64 << 20  # of gigatoken's cache of words, in each helper
-
-Job = tuple[int, "Stretch | DocumentBatch"]  # shard, and what to encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class NumLines:
 @dataclass(frozen=True)
 class SentBatch:
     pickled: bytes
-    parts: Any  # of the arena
+    places: Any  # of its arrays in the arena; None if they are in the pickle
 
 
 class Done:
@@ -78,12 +76,13 @@ class HelperServer:
         began_bytes = _peak_bytes()
         try:
             reader = DocumentReader.open_for_plan(self.folder, self.plan.options, self.settings.transform)
-            encoder, shard_id = None, -1
+            encoder = None
+            shard_id = -1
             cpu_began_s = time.process_time()
             transform_began_s = 0.0
             while True:
-                job = pipe.recv()
-                if isinstance(job, EndOfShard):
+                message = pipe.recv()
+                if isinstance(message, EndOfShard):
                     facts = HelperFacts(
                         cpu_s=time.process_time() - cpu_began_s, grown_bytes=_peak_bytes() - began_bytes
                     )
@@ -96,10 +95,11 @@ class HelperServer:
                         facts = replace(facts, transform_cpu_s=used_s, libraries=transform.versions())
                     pipe.send(facts)
                     continue
-                if encoder is None or job[0] != shard_id:
-                    shard_id = job[0]
+                shard_of_job, job = message
+                if encoder is None or shard_of_job != shard_id:
+                    shard_id = shard_of_job
                     encoder = self._encoder(shard_id)
-                documents = self._read(reader, job[1])
+                documents = self._read(reader, job)
                 pipe.send(NumLines(sum(each.num_lines for each in documents)))
                 num_lines: int = pipe.recv() - documents[0].first_line if documents else pipe.recv()
                 for each in documents:
@@ -116,20 +116,20 @@ class HelperServer:
         blanked = read_blanked_of(self.plan, self.folder, shard_id)
         return BatchEncoder(plan=self.plan, engine=self.engine, layout=layout, blanked=blanked)
 
-    def _read(self, reader: DocumentReader, stretch: Stretch | DocumentBatch) -> list[DocumentBatch]:
+    def _read(self, reader: DocumentReader, job: Job) -> list[DocumentBatch]:
         """Return the documents of a job, with lines that are numbered from any number."""
-        if isinstance(stretch, DocumentBatch):
-            documents = [reader.prepare(stretch, None)]
+        if isinstance(job, DocumentBatch):
+            documents = [reader.prepare(job, None)]
         else:
-            read = reader.read_ranges(stretch, self.batch_bytes, keeps_reasons=True)
+            read = reader.read_ranges(job, self.batch_bytes, keeps_reasons=True)
             documents = list(read)
         most = self.settings.max_batch_documents
         if most is None:
             return documents
-        parts: list[DocumentBatch] = []
+        smaller: list[DocumentBatch] = []
         for each in documents:
-            parts += each.parts(most)
-        return parts
+            smaller += each.split(most)
+        return smaller
 
 
 def _peak_bytes() -> int:

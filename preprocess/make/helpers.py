@@ -35,7 +35,7 @@ from preprocess.make.helper_server import (
 )
 from preprocess.make.pieces import EncodedBatch
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.stretches import Stretch
+from preprocess.make.stretches import Job
 from preprocess.read.documents import DocumentBatch
 from preprocess.read.transform import bounded_reason
 from shardprep.errors import ReadWriteError, Stopped
@@ -144,9 +144,7 @@ class Helpers:
     def number(self) -> int:
         return len(self._helpers)
 
-    def encoded(
-        self, shard_id: int, stretches: Iterator[Stretch | DocumentBatch]
-    ) -> Generator[EncodedBatch, None, None]:
+    def encoded(self, shard_id: int, jobs: Iterator[Job]) -> Generator[EncodedBatch, None, None]:
         """Yield the batches of a shard in order. Each one is valid until the next one is asked for.
 
         Raises the error of the first job that failed, in the order of the input.
@@ -155,25 +153,25 @@ class Helpers:
         known = _KnownLines(order)
         reasons: set[str] = set()  # of LeaveOut
         with ThreadPoolExecutor(1) as reader:
-            following: Future[Any] | None = self._read_next(reader, stretches)
+            following: Future[Any] | None = self._read_next(reader, jobs)
             while True:
                 # Give out jobs. The next one is read or found in a thread.
                 while following is not None and (following.done() or not order):
                     if order and following.exception() is not None:
                         break  # an earlier job may have an error, too
-                    stretch = following.result()
-                    if stretch is None:
+                    job = following.result()
+                    if job is None:
                         following = None
                         break
-                    helper = self._free_helper(is_large=isinstance(stretch, DocumentBatch))
+                    helper = self._free_helper(is_large=isinstance(job, DocumentBatch))
                     if helper is None:
                         if not order:
                             raise ReadWriteError("no helper of this task works; run this again")
                         break
-                    helper.send((shard_id, stretch))
+                    helper.send((shard_id, job))
                     helper.jobs.append(_Outstanding(helper))
                     order.append(helper.jobs[-1])
-                    following = self._read_next(reader, stretches)
+                    following = self._read_next(reader, jobs)
                 if not order:
                     return
                 first = order[0].helper
@@ -182,13 +180,13 @@ class Helpers:
                     continue
                 message = first.inbox.popleft()
                 if isinstance(message, SentBatch):
-                    batch: EncodedBatch = first.arena.unpack(message.pickled, message.parts)
+                    batch: EncodedBatch = first.arena.unpack(message.pickled, message.places)
                     bad = batch.counts.bad
                     for number, each in enumerate(bad):
                         bad[number] = replace(each, reason=bounded_reason(each.reason, reasons))
                     yield batch
                     del batch
-                    if message.parts is not None:
+                    if message.places is not None:
                         first.arena.free()
                 elif isinstance(message, Done):
                     order.popleft()
@@ -232,9 +230,9 @@ class Helpers:
                 return helper
         return None
 
-    def _read_next(self, reader: ThreadPoolExecutor, stretches: Iterator[Any]) -> Future[Any]:
+    def _read_next(self, reader: ThreadPoolExecutor, jobs: Iterator[Job]) -> Future[Any]:
         """Have a thread find, or read, the next job. ``_receive`` returns when it is there."""
-        following = reader.submit(next, stretches, None)
+        following = reader.submit(next, jobs, None)
         following.add_done_callback(lambda _: self._tell_read.send_bytes(b"r"))
         return following
 

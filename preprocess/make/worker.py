@@ -27,7 +27,7 @@ from preprocess.make.layout import BatchLayout
 from preprocess.make.log_lines import done_line, input_line
 from preprocess.make.pieces import EncodedBatch
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.stretches import stretches_of
+from preprocess.make.stretches import jobs_of
 from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentReader, advice_about
 from preprocess.read.formats import BATCH_BYTES
@@ -246,12 +246,12 @@ class Worker:
         """Yield the encoded batches of a shard in order, from helpers or from threads of this process."""
         if self._helpers is not None:
             size = resources.stretch_bytes(self.plan, self.settings)
-            stretches = stretches_of(shard, self.plan.options, size, self._batch_bytes)
-            return self._helpers.encoded(shard.shard_id, stretches)
+            jobs = jobs_of(shard, self.plan.options, size, self._batch_bytes)
+            return self._helpers.encoded(shard.shard_id, jobs)
         batches = self._reader.read_shard(shard, self._batch_bytes)
         most = self.settings.max_batch_documents
         if most is not None:
-            batches = itertools.chain.from_iterable(batch.parts(most) for batch in batches)
+            batches = itertools.chain.from_iterable(batch.split(most) for batch in batches)
         return in_order(encoder.encode, batches, self._num_encoders)
 
     def _used(self, transform_began_s: float) -> list[HelperFacts]:

@@ -222,31 +222,31 @@ def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options:
         return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
     # Cut at the first place at or after a target where a part may begin, if it is before the next target. If
     # none is, cut where the next target does. So no byte is searched twice.
-    stretches: list[tuple[int, int, int]] = []  # to search for a place: (input number, first byte, end)
+    ranges: list[tuple[int, int, int]] = []  # to search for a place: (input number, first byte, end)
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
         begin = ends[number]
         text_bytes = ends[number + 1] - ends[number]
         num_bytes = inputs[number].file.num_bytes
         first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
-        stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
+        ranges.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
 
     fields = text_fields_of(options)
 
     def starts(task: list[tuple[int, int, int]]) -> list[Start | None]:
         starts_here: list[Start | None] = []
-        for number, group in itertools.groupby(task, key=lambda stretch: stretch[0]):
+        for number, group in itertools.groupby(task, key=lambda each: each[0]):
             file = OpenInput(input_dir / inputs[number].file.path)
             starts_here += formats.format_of(file.path.name).starts(
                 file, [each[1:] for each in group], fields.of_file(inputs[number].file.path)
             )
         return starts_here
 
-    tasks = [stretches[n : n + _MAX_AT_ONCE] for n in range(0, len(stretches), _MAX_AT_ONCE)]
+    tasks = [ranges[n : n + _MAX_AT_ONCE] for n in range(0, len(ranges), _MAX_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         starts_here = list(itertools.chain.from_iterable(pool.map(starts, tasks)))
     cuts.append(Cut(len(inputs), 0))
-    for (number, _, _), start in zip(reversed(stretches), reversed(starts_here), strict=True):
+    for (number, _, _), start in zip(reversed(ranges), reversed(starts_here), strict=True):
         if start is not None:
             is_inside = start.byte < inputs[number].file.num_bytes
             cuts.append(Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0))

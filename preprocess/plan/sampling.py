@@ -43,9 +43,9 @@ def sample_documents(
     places = [Cut(0, 0)]  # ascending, several may be equal
     number = 0
     is_whole = ends[-1] <= num_bytes and (len(inputs) <= max_files or not ends[-1])
-    for stretch in range(1, 1 if is_whole else num_places):
-        # The place varies within each stretch: a fixed one might always be at the head of a file.
-        target = int(ends[-1] * (stretch + (0.5 + stretch * _GOLDEN_RATIO) % 1) / num_places)
+    for interval in range(1, 1 if is_whole else num_places):
+        # The place varies within each interval: a fixed one might always be at the head of a file.
+        target = int(ends[-1] * (interval + (0.5 + interval * _GOLDEN_RATIO) % 1) / num_places)
         while ends[number + 1] <= target:
             number += 1
         file = OpenInput(input_dir / inputs[number].path)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow.ipc as ipc
 
 from preprocess.read import formats, inputs
-from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
+from preprocess.read.formats import InputRecords, Inspected, SearchRanges, Start
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.tables import InputStream, fields_in, records_of_batch, refused_by_name
 from preprocess.read.text_fields import TextFields
@@ -56,9 +56,9 @@ class Arrow:
             self._open(file, [first], fields, None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=first is None)
 
-    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
+    def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
         places = (Start(each.start) for each in _messages_of(file) if each.kind == _BATCH)
-        return formats.starts_among(places, file, stretches)
+        return formats.starts_among(places, file, ranges)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         file = reader.file

@@ -18,7 +18,7 @@ import pyarrow.csv as arrow_csv
 
 from preprocess.read import encodings, formats, inputs
 from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed
-from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
+from preprocess.read.formats import InputRecords, Inspected, SearchRanges, Start
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.tables import fields_in, records_of_batch, refused_by_name
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, TextFields
@@ -105,8 +105,8 @@ class Csv:
         text_bytes = len(head) * size // max(1, num_read)
         return Inspected(text_bytes, is_whole=True, head=head, names=names)
 
-    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
-        return formats.starts_among((), file, stretches)
+    def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
+        return formats.starts_among((), file, ranges)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         part = reader.byte_range

@@ -117,7 +117,7 @@ class DocumentBatch:
         bad = [each for each in self.bad if first_line <= each.line < end_line]
         return replace(some, bad=bad, first_line=first_line, num_lines=num_lines, num_bytes=num_bytes)
 
-    def parts(self, most: int) -> Iterator[DocumentBatch]:
+    def split(self, most: int) -> Iterator[DocumentBatch]:
         """Cut the batch into batches of at most ``most`` documents. The last one counts all its bytes."""
         end = self.first_line + self.num_lines
         borders = [self.first_line, *self.lines[most::most].tolist(), end]

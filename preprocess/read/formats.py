@@ -23,7 +23,7 @@ from shardprep.errors import UsageError
 from shardprep.format.inputs import InputKind, input_kind
 
 Numbers = npt.NDArray[np.int64]
-Stretches = Sequence[tuple[int, int]]  # parts of a file, (byte, end), ascending
+SearchRanges = Sequence[tuple[int, int]]  # of a file, (byte, end), ascending; each is searched for a start
 BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
 # A batch has at most as many lines as if each had this size: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
@@ -112,7 +112,7 @@ class Format(Protocol):
     def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:
         """Estimate a file's text with few reads. Raises BadInput if it is not of this format."""
 
-    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
+    def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:
         """Return for each (byte, end) the first place at or after ``byte`` where a part may begin.
 
         If there is none, return the file's size; if it is not before ``end``, None. Raises BadInput.
@@ -125,13 +125,13 @@ class Format(Protocol):
         """
 
 
-def starts_among(places: Iterable[Start], file: OpenInput, stretches: Stretches) -> list[Start | None]:
+def starts_among(places: Iterable[Start], file: OpenInput, ranges: SearchRanges) -> list[Start | None]:
     """Return ``Format.starts`` of a file whose parts may begin at ``places``, which ascend."""
     end_of_file = Start(file.stamp.num_bytes)
     remaining = iter(places)
     place = Start(0)
     starts: list[Start | None] = []
-    for byte, end in stretches:
+    for byte, end in ranges:
         while place.byte < min(byte, end_of_file.byte):  # a file may have become shorter
             place = next(remaining, end_of_file)
         starts.append(place if place.byte < end or place.byte == end_of_file.byte else None)

@@ -20,7 +20,7 @@ import numpy as np
 from preprocess.read import formats
 from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed, load_zstd
 from preprocess.read.encodings import UTF_8, UTF_8_WITH_MARK, encoding_of
-from preprocess.read.formats import InputRecords, Inspected, Numbers, Start, Stretches, Texts
+from preprocess.read.formats import InputRecords, Inspected, Numbers, SearchRanges, Start, Texts
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.separated import (
     Piece,
@@ -84,15 +84,15 @@ class LineFormat:
         text_bytes = len(head) * size // max(1, num_read)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames), head=head)
 
-    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
+    def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:
         options = fields.options
         if not self.can_be_split(options):
-            return formats.starts_among((), file, stretches)
+            return formats.starts_among((), file, ranges)
         if self.compression is not None:
-            return formats.starts_among(self.compression.frames(file), file, stretches)
+            return formats.starts_among(self.compression.frames(file), file, ranges)
         file.file.expect_scattered_reads()  # the system's read-ahead would read three times as much
         starts: list[Start | None] = []
-        for byte, end in stretches:
+        for byte, end in ranges:
             line_start = self.first_start(file, byte, end, options)
             starts.append(None if line_start is None else Start(line_start))
         return starts

@@ -13,7 +13,7 @@ import pyarrow.parquet as parquet
 import pyarrow.types as types
 
 from preprocess.read import formats
-from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
+from preprocess.read.formats import InputRecords, Inspected, SearchRanges, Start
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.tables import (
     MOST_ROWS,
@@ -48,13 +48,13 @@ class Parquet:
             text_bytes = _text_bytes(table.metadata, groups, here)
             return Inspected(text_bytes, is_whole=False, names=table.schema_arrow.names)
 
-    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:
+    def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:
         places: list[Start] = []
         if file.stamp.num_bytes:
             table, stream, _ = self._open(file, fields)
             with refused_by_name(file, "Parquet", stream):
                 places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
-        return formats.starts_among(places, file, stretches)
+        return formats.starts_among(places, file, ranges)
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         reader.hash_rest()

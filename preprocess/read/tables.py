@@ -16,7 +16,7 @@ import pyarrow.compute as compute
 import pyarrow.types as types
 
 from preprocess.read import formats, inputs
-from preprocess.read.formats import InputRecords, Numbers, Stretches
+from preprocess.read.formats import InputRecords, Numbers, SearchRanges
 from preprocess.read.inputs import OpenInput
 from preprocess.read.table_values import (
     BINARY_OF,
@@ -48,7 +48,7 @@ class InputStream(io.RawIOBase):
     """
 
     def __init__(
-        self, file: OpenInput, spans: Stretches, memory: mmap.mmap | None = None, head: bytes = b""
+        self, file: OpenInput, spans: SearchRanges, memory: mmap.mmap | None = None, head: bytes = b""
     ) -> None:
         super().__init__()
         view = None if memory is None else memoryview(memory)

@@ -20,7 +20,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 
 from preprocess.read import formats, inputs
 from preprocess.read.compressed import COMPRESSIONS, decompressed
-from preprocess.read.formats import InputRecords, Inspected, Start, Stretches
+from preprocess.read.formats import InputRecords, Inspected, SearchRanges, Start
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, InputRecord, TextFields, UnusableText, too_long
 from shardprep.errors import BadInput, ReadWriteError, UsageError
@@ -98,11 +98,11 @@ class WebArchive:
         text_bytes = len(head) * size // max(1, num_read) if self.is_compressed else size
         return Inspected(text_bytes, is_whole=not self.is_compressed)
 
-    def starts(self, file: OpenInput, stretches: Stretches, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
+    def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
         size = file.stamp.num_bytes
         if not self.is_compressed:
-            return formats.starts_among((), file, stretches)
-        return [_first_member(file, byte, end, size) for byte, end in stretches]
+            return formats.starts_among((), file, ranges)
+        return [_first_member(file, byte, end, size) for byte, end in ranges]
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         del fields  # documents.py takes them out of the records

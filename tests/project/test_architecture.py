@@ -335,13 +335,13 @@ class Csv:
     def inspect(self, file, options):
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
-    def starts(self, file, stretches, options):
+    def starts(self, file, ranges, options):
         size = file.stamp.num_bytes
         places = [*begins_of(file.read_all(0, size)), size]
-        found = [next(place for place in places if place >= min(byte, size)) for byte, _ in stretches]
+        found = [next(place for place in places if place >= min(byte, size)) for byte, _ in ranges]
         return [
             Start(place) if place < end or place == size else None
-            for place, (_, end) in zip(found, stretches)
+            for place, (_, end) in zip(found, ranges)
         ]
 
     def read(self, reader, fields, batch_bytes):

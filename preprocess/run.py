@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         for line in released_lines(plan.input_dir, [plan.input_dir / item.path for item in plan.inputs]):
             say(line)
 
-    own = list(todo.left(0))
+    own = list(todo.known_left())
     place = part.place
     offset = place.rank if place.num_processes > 1 else min(own, default=0)
     cpus = resources.allowed_cpus(offset=offset, num_processes=place.num_processes)
@@ -115,7 +115,7 @@ def _shards_to_make(
         missing = clean_done_shards(folder, plan.plan_id, wanted)
         return ShardQueue(missing), len(missing)
     queue = PartQueue(folder, plan, wanted, part)
-    return queue, max(queue.num_missing, len(queue.left(0)))
+    return queue, max(queue.num_missing, len(queue.known_left()))
 
 
 def _make_all(
@@ -198,7 +198,7 @@ def _num_processes(given: int | None, memory_gb: float, num_cpus: int) -> int:
 def _part_line(part: Part, num_missing: int, num_own: int, num_proc: int) -> str:
     """Return the line that says who works."""
     shards = counted(num_missing, "shard")
-    if part.source == "--part":
+    if part.said_by == "--part":
         return (
             f"part {part.number} of {part.num_parts}: {num_own} of {shards} first, then those that no other "
             f"part has begun, by {counted(num_proc, 'process')}"
@@ -207,4 +207,4 @@ def _part_line(part: Part, num_missing: int, num_own: int, num_proc: int) -> str
     if part.is_of_array:
         where = "of a job array"
     each = f"up to {counted(num_proc, 'process')} each"
-    return f"{part.num_parts} tasks {where} share {shards} ({part.source}), with {each}"
+    return f"{part.num_parts} tasks {where} share {shards} ({part.said_by}), with {each}"

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardprep.console import counted, short_bytes, short_number
 from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest
-from shardprep.format.plan import (
-    Plan,
-    PlannedShard,
-)
-
-if TYPE_CHECKING:  # a task of one shard does without them
-    pass
+from shardprep.format.plan import Plan, PlannedShard
 
 _MAX_NAMED_INPUTS = 3  # of a shard, in the log
 

@@ -7,10 +7,11 @@ there are processes, these few share the cores: each waits for its part of them,
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preprocess.make import resources
 from preprocess.make.log_lines import done_line
@@ -25,6 +26,19 @@ from shardprep.format.plan import Plan, need_plan
 
 if TYPE_CHECKING:  # a task of one shard does without them
     from shardprep.format.attempts import Failure
+
+
+class _Batch(NamedTuple):
+    """A worker process has encoded a batch. Other events are a Manifest and a Failure."""
+
+    num_bytes: int  # of the input
+    amounts: dict[str, int]  # by noun
+
+
+class _Note(NamedTuple):
+    """A worker process has something to say."""
+
+    line: str
 
 
 class _Process:
@@ -55,7 +69,7 @@ class _Process:
             self.pipe.send(shard_id)
 
     def receive(self) -> Any:
-        """Return the next event: arguments of OnBatch, a Manifest, a Failure, or a line to print."""
+        """Return the next event: a _Batch, a _Note, a Manifest or a Failure."""
         from shardprep.format.attempts import Failure
 
         try:
@@ -75,6 +89,39 @@ class _Process:
         self.pipe.close()
         child.join()
         return child.exitcode or 0
+
+
+class _SharedCores:
+    """The cores for the last shards, when fewer shards are left than processes, which end one by one.
+
+    Each of these shards gets the cores of several processes, as soon as enough of them have ended.
+    """
+
+    def __init__(self) -> None:
+        self._shares: deque[int] = deque()  # of each shard that has none yet: how many processes' cores
+        self._free: list[list[int]] = []  # cores of the processes that ended
+
+    @property
+    def are_wanted(self) -> bool:
+        return bool(self._shares)
+
+    def share(self, num_processes: int, num_shards: int) -> None:
+        """Share the cores of all processes between the shards that are left: 3, 3 and 2 of 8."""
+        each, rest = divmod(num_processes, num_shards)
+        self._shares.extend([each + 1] * rest + [each] * (num_shards - rest))
+
+    def give(self, cpus: list[int]) -> None:
+        """Add the cores of a process that has ended."""
+        self._free.append(cpus)
+
+    def take(self) -> list[list[int]]:
+        """Return the cores for the next shard, a list a process; none while too few are free."""
+        if len(self._free) < self._shares[0]:
+            return []
+        num_free = self._shares.popleft()
+        taken = self._free[:num_free]
+        del self._free[:num_free]
+        return taken
 
 
 def run_shards(
@@ -102,9 +149,8 @@ def run_shards(
     notes: set[str] = set()
     processes: list[_Process] = []
     busy: dict[Any, _Process] = {}  # by their pipes
-    num_processes = min(len(cpus_of), len(todo.left(len(cpus_of))))
-    last_shares: deque[int] = deque()  # processes' cores for each of the last shards
-    free: list[list[int]] = []  # cores of the processes that ended
+    num_processes = min(len(cpus_of), len(todo.look_for(len(cpus_of))))
+    shared = _SharedCores()
     try:
         for cpus in cpus_of[:num_processes]:
             shard_id = todo.take()
@@ -117,13 +163,13 @@ def run_shards(
             for pipe in wait(list(busy)):
                 process = busy[pipe]
                 event = process.receive()
-                if isinstance(event, tuple):
-                    progress.add(*event)
+                if isinstance(event, _Batch):
+                    progress.add(event.num_bytes, event.amounts)
                     continue
-                if isinstance(event, str):
-                    if event not in notes:  # each process sends it
-                        say(event)
-                    notes.add(event)
+                if isinstance(event, _Note):
+                    if event.line not in notes:  # each process sends it
+                        say(event.line)
+                    notes.add(event.line)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
@@ -134,18 +180,17 @@ def run_shards(
                     if is_verbose:
                         say(done_line(event, folder))
                 del busy[pipe]
-                left = todo.left(num_processes)
-                if last_shares or (left and _are_shared(plan, settings, left, num_processes)):
-                    if not last_shares:
-                        last_shares.extend(_shares(num_processes, len(left)))
+                left = todo.look_for(num_processes)
+                if not shared.are_wanted and left and _are_shared(plan, settings, left, num_processes):
+                    shared.share(num_processes, len(left))
+                if shared.are_wanted:
                     process.end()
-                    free.append(process.cpus)
-                    if not left or len(free) < last_shares[0]:
+                    shared.give(process.cpus)
+                    cores = shared.take() if left else []
+                    if not cores:
                         continue
-                    num_free = last_shares.popleft()
-                    cpus = sorted({cpu for each in free[:num_free] for cpu in each})
-                    del free[:num_free]
-                    process = _Process(folder, _with_memory(settings, num_free), cpus, is_verbose)
+                    cpus = sorted(set(itertools.chain.from_iterable(cores)))
+                    process = _Process(folder, _with_memory(settings, len(cores)), cpus, is_verbose)
                     processes.append(process)
                 shard_id = todo.take()
                 if shard_id is None:
@@ -168,12 +213,6 @@ def _are_shared(plan: Plan, settings: WorkerSettings, todo: Collection[int], num
     return all(resources.num_helpers(plan, plan.shard(each), shares, num_cpus) for each in todo)
 
 
-def _shares(num_processes: int, num_shards: int) -> list[int]:
-    """Return how many processes' cores each of the shards gets: 3, 3 and 2 of 8."""
-    each, rest = divmod(num_processes, num_shards)
-    return [each + 1] * rest + [each] * (num_shards - rest)
-
-
 def _with_memory(settings: WorkerSettings, num_processes: int) -> WorkerSettings:
     """Return the settings of a process that has the memory of several."""
     if settings.memory_gb is None:
@@ -188,7 +227,13 @@ def _serve(
     from shardprep.format.attempts import Failure
 
     worker: Worker | None = None
-    shard_id = -1
+
+    def tell(line: str) -> None:
+        pipe.send(_Note(line))
+
+    def on_batch(num_bytes: int, amounts: dict[str, int]) -> None:
+        pipe.send(_Batch(num_bytes, amounts))
+
     with contextlib.suppress(EOFError, BrokenPipeError), contextlib.ExitStack() as helped:
         guard_streams()
         resources.bind_to(cpus)
@@ -198,14 +243,11 @@ def _serve(
                 if worker is None:
                     plan = need_plan(folder).at(settings.input_dir)
                     shard = plan.shard(shard_id)
-                    num_cpus = len(cpus)
-                    worker = Worker(
-                        plan, folder, settings, num_cpus=num_cpus, warn=pipe.send, first_shard=shard
-                    )
+                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=tell, first_shard=shard)
                     helped.enter_context(worker)
                     if is_verbose:
-                        pipe.send(worker.resources_line())
-                pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
+                        tell(worker.resources_line())
+                pipe.send(worker.run_shard(worker.plan.shard(shard_id), on_batch))
             except ShardprepError as error:
                 pipe.send(Failure.of(shard_id, error))
                 if worker is not None and worker.has_helpers:  # they still have jobs of that shard

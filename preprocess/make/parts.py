@@ -49,7 +49,7 @@ class Part:
 
     number: int = 0  # from 0
     num_parts: int = 1
-    source: str = ""  # the variables or the flag that say so
+    said_by: str = ""  # the variables or the flag that say so
     place: NodePlace = field(default_factory=NodePlace)
     is_first: bool = True  # of the parts whose output is mixed with its own
 
@@ -60,7 +60,7 @@ class Part:
     @property
     def is_of_array(self) -> bool:
         """Return whether the tasks of a job array are parts."""
-        return self.source.startswith(_OF_ARRAY)
+        return self.said_by.startswith(_OF_ARRAY)
 
 
 def find_part(given: str | None, environ: Mapping[str, str], *, shares_array: bool = False) -> Part:
@@ -75,7 +75,7 @@ def find_part(given: str | None, environ: Mapping[str, str], *, shares_array: bo
         if not match or int(match[1]) >= int(match[2]):
             expected = "I/N with I from 0 to N-1, such as 0/4, 1/4, 2/4 and 3/4"
             raise UsageError.of_value("--part", given, expected)
-        return Part(number=int(match[1]), num_parts=int(match[2]), source="--part")
+        return Part(number=int(match[1]), num_parts=int(match[2]), said_by="--part")
     launch = find_launch(environ, otherwise="or --part I/N")
     array = ArrayPlace()
     if shares_array:
@@ -83,17 +83,17 @@ def find_part(given: str | None, environ: Mapping[str, str], *, shares_array: bo
     if launch is None or launch.num_processes == 1:
         if array.num_tasks == 1:
             return Part()
-        return Part(number=array.number, num_parts=array.num_tasks, source=_OF_ARRAY)
+        return Part(number=array.number, num_parts=array.num_tasks, said_by=_OF_ARRAY)
     if not 0 <= launch.rank < launch.num_processes:
         found = f"process {launch.rank} of {launch.num_processes} (from {launch.source})"
         raise UsageError(found=found, expected="numbers from 0 on; or name them: --part I/N")
-    source = launch.source
+    said_by = launch.source
     if array.num_tasks > 1:
-        source = f"{_OF_ARRAY}, {source}"
+        said_by = f"{_OF_ARRAY}, {said_by}"
     return Part(
         number=array.number * launch.num_processes + launch.rank,
         num_parts=array.num_tasks * launch.num_processes,
-        source=source,
+        said_by=said_by,
         place=find_node_place(environ),
         is_first=launch.rank == 0,
     )
@@ -115,8 +115,12 @@ class ShardQueue:
     def __init__(self, shard_ids: Iterable[int]) -> None:
         self._left = deque(shard_ids)
 
-    def left(self, num_wanted: int) -> Collection[int]:  # noqa: ARG002 - of PartQueue
-        """Return the shards known to be left. With fewer than ``num_wanted`` a part looks for more."""
+    def known_left(self) -> Collection[int]:
+        """Return the shards known to be left."""
+        return self._left
+
+    def look_for(self, num_wanted: int) -> Collection[int]:  # noqa: ARG002 - of PartQueue
+        """Return the shards that are left. With fewer than ``num_wanted`` a part looks, once, for others'."""
         return self._left
 
     def take(self) -> int | None:
@@ -140,8 +144,7 @@ class PartQueue(ShardQueue):
         self._taken: set[int] = set()
         self._began = time.time()
         self.bad: dict[int, Failure] = {}  # that failed in other parts, and would fail here, too
-        self.num_missing = len(self._unmade())
-        # Each part checks the files of its own shards, and relies on the names of the others.
+        self.num_missing = len(self._not_listed())
         missing = clean_done_shards(folder, plan.plan_id, self._own)
         super().__init__(shards_of_part(missing, self._sizes, Part()))
 
@@ -149,14 +152,14 @@ class PartQueue(ShardQueue):
         """Set when this process began, by the clock of the file system."""
         self._began = began - _STARTS_DIFFER_S
 
-    def left(self, num_wanted: int) -> Collection[int]:
+    def look_for(self, num_wanted: int) -> Collection[int]:
         if len(self._left) < num_wanted and not self._has_looked:
             self._has_looked = True
-            self._left.extend(self._of_others(self._unmade() - self._own))
+            self._left.extend(self._of_others(self._not_listed() - self._own))
         return self._left
 
     def take(self) -> int | None:
-        while self.left(1):
+        while self.look_for(1):
             shard_id = self._left.popleft()
             if shard_id not in self._taken and not self._is_begun(shard_id) and not self._is_done(shard_id):
                 self._taken.add(shard_id)
@@ -170,10 +173,15 @@ class PartQueue(ShardQueue):
         start = len(others) * self._part.number // self._part.num_parts
         return others[start:] + others[:start]
 
-    def _unmade(self) -> set[int]:
-        """Return the wanted shards without a manifest, or that verify found wrong."""
-        made = set(manifest_ids(self._folder)) - read_findings(self._folder, self._plan.plan_id).keys()
-        return self._wanted - made
+    def _not_listed(self) -> set[int]:
+        """Return the wanted shards whose manifest is not listed, or that verify found wrong.
+
+        A listed shard may not be done: its tar may have another size. Opening all manifests would cost each
+        part as much as all together, so a part opens those of its own shards alone, at its start. Until such
+        a shard is made again, the other parts take it for done, and they may end before its owner does.
+        """
+        listed = set(manifest_ids(self._folder)) - read_findings(self._folder, self._plan.plan_id).keys()
+        return self._wanted - listed
 
     def _is_begun(self, shard_id: int) -> bool:
         for mark in marks_of(shard_id):
@@ -196,14 +204,14 @@ class PartQueue(ShardQueue):
         first_seen: dict[tuple[int, int], float] = {}
         look_s = _FIRST_LOOK_S
         while True:
-            unmade = self._unmade().difference(failed, self.bad)
-            if not unmade:
+            missing = self._not_listed().difference(failed, self.bad)
+            if not missing:
                 return None
             listed = set(self._folder.names())
             now = time.monotonic()
             orphans = []
             late = []
-            for shard_id in sorted(unmade):
+            for shard_id in sorted(missing):
                 num_marks = sum(mark in listed for mark in marks_of(shard_id))
                 waited_s = now - first_seen.setdefault((shard_id, num_marks), now)
                 if not num_marks and waited_s >= _ORPHAN_S:

@@ -111,6 +111,7 @@ class Worker:
         if first_shard is not None:
             num_helpers = resources.num_helpers(plan, first_shard, settings, num_cpus)
         # Helpers read the input themselves, each with a reader of its own.
+        self._reader: DocumentReader | None = None
         if not num_helpers:
             self._reader = DocumentReader.open_for_plan(folder, plan.options, settings.transform)
         if plan.options.is_chat:
@@ -199,7 +200,7 @@ class Worker:
     def _begin(self) -> _Begin:
         """Return the clocks as they stand now."""
         transform_cpu_s = 0.0
-        if self._helpers is None and self._reader.transform is not None:
+        if self._reader is not None and self._reader.transform is not None:
             transform_cpu_s = self._reader.transform.cpu_s
         return _Begin(
             at=time.time(),
@@ -248,6 +249,7 @@ class Worker:
             size = resources.stretch_bytes(self.plan, self.settings)
             jobs = jobs_of(shard, self.plan.options, size, self._batch_bytes)
             return self._helpers.encoded(shard.shard_id, jobs)
+        assert self._reader is not None  # it has one if it has no helpers
         batches = self._reader.read_shard(shard, self._batch_bytes)
         most = self.settings.max_batch_documents
         if most is not None:
@@ -258,9 +260,9 @@ class Worker:
         """Return what helpers, and the user's function in this process, used for a shard."""
         if self._helpers is not None:
             return self._helpers.facts()
-        transform = self._reader.transform
-        if transform is None:
+        if self._reader is None or self._reader.transform is None:
             return []
+        transform = self._reader.transform
         from preprocess.make.helper_server import HelperFacts
 
         used_s = transform.cpu_s - transform_began_s

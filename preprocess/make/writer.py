@@ -4,8 +4,8 @@ A data set has one of two forms: a sample per document, or packed rows of seq_le
 becomes one member. The groups depend on the documents alone, not on how they are batched. The tar has the
 same bytes as from webdataset's TarWriter.
 
-Files have temporary names until all of them are synced, once, at the end: at most six files (tar, idx,
-quarantine, ids, digests, manifest) and their folders.
+Files have temporary names until all of them are synced, once, at the end: tar, idx, and where needed
+quarantine, ids, digests. When they are renamed and their folders are synced, the manifest follows.
 """
 
 from __future__ import annotations

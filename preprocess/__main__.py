@@ -40,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["shard", *words]  # --shard_id N alone makes a shard
     code = PROGRAM.run(words)
-    # A job's script records each attempt in a file, see shardprep/format/attempts.py. A successful task
-    # removes it, so done shards have no record.
+    # A job's script records each attempt in a file, see shardprep/format/attempts.py, and names it to the one
+    # command that it starts: this one, never ``shardprep``. If it succeeds, the record goes, so done shards
+    # have none.
     if code == 0 and "SHARDPREP_ATTEMPT" in os.environ:
         from shardprep.format.attempts import remove_own_record
 
@@ -62,9 +63,9 @@ def task(args: argparse.Namespace) -> int:
         # A task of a job array usually gets only --output_dir. The planner, whose import takes 0.2 s, is
         # needed only to compare other flags with the plan, or to make a missing plan.
         if has_to_plan or args.check_inputs or given.keys() != {"output_dir"}:
-            from preprocess.plan.task_plan import plan_of_task
+            from preprocess.plan.task_plan import ensure_plan_matches
 
-            plan_of_task(given, may_plan=may_plan, checks_inputs=args.check_inputs)
+            ensure_plan_matches(given, may_plan=may_plan, checks_inputs=args.check_inputs)
         from preprocess.make.worker import make_shard
 
         settings = resources.worker_settings(given_of(args, WorkerSettings))
@@ -85,6 +86,8 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
     add("--planned", action="store_true", help=text)
     text = "first check that --input_dir has the planned inputs of all shards"
     add("--check_inputs", action="store_true", help=text)
+    # PrepConfig, because a task may have to plan. What both declare, such as --engine, is one flag: a new
+    # plan and the worker take its value, and an existing plan is compared with it if the plan keeps it.
     add_flags_of(parser, PrepConfig)
     others = {item.name for item in dataclasses.fields(PrepConfig)}
     add_flags_of(parser, WorkerSettings, exclude=others)

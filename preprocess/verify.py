@@ -64,10 +64,30 @@ def verify_flags(parser: argparse.ArgumentParser) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Check all shards, then write index.json or report the problems. Return the exit code."""
-    num_deep = _number_of_deep(args.deep)
+    deep = None if args.deep is None else DeepRequest.parsed(args.deep)
     folder = DataFolder(args.output_dir)
     given = given_of(args, WorkerSettings)
-    return verify_shards(folder, given, is_fast=args.fast, num_deep=num_deep, is_json=args.json)
+    return verify_shards(folder, given, is_fast=args.fast, deep=deep, is_json=args.json)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepRequest:
+    """How many shards ``--deep`` makes again."""
+
+    num_shards: int | None  # None: all
+
+    @classmethod
+    def parsed(cls, word: str) -> DeepRequest:
+        """Return the request of ``--deep WORD``. Raises UsageError."""
+        if word == "all":
+            return cls(num_shards=None)
+        if not (word.isdecimal() and int(word) > 0):
+            raise errors.UsageError.of_value("--deep", word, "a number of shards from 1, or: all")
+        return cls(num_shards=int(word))
+
+    def is_every(self, plan: Plan) -> bool:
+        """Return whether all shards of a plan are made again."""
+        return self.num_shards is None or self.num_shards >= plan.num_shards
 
 
 def verify_shards(
@@ -75,23 +95,25 @@ def verify_shards(
     given: dict[str, object],
     *,
     is_fast: bool = False,
-    num_deep: int = 0,
+    deep: DeepRequest | None = None,
     is_json: bool = False,
 ) -> int:
-    """Check a data set as ``verify`` does. ``given``: flags of a worker, for the ``num_deep`` shards."""
+    """Check a data set as ``verify`` does. ``given``: flags of the worker that makes shards again."""
     plan = need_plan(folder)
-    check: Check = "fast" if is_fast else "full"
-    makes_every = num_deep >= plan.num_shards
+    without_deep: Check = "fast" if is_fast else "full"
+    makes_every = deep is not None and deep.is_every(plan)
     tell = say if is_json else print_lines
-    standing = done.uncleared_findings(folder, plan.plan_id, "every" if makes_every else check)
+    # What only a deep verify can clear stands until ``_remake`` has looked at these shards, too.
+    standing = done.uncleared_findings(folder, plan.plan_id, "every" if makes_every else without_deep)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     files.with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
-    known = {} if num_deep else standing
+    known = standing if deep is None else {}
     manifests, problems = _check_shards(folder, plan, is_fast=is_fast, standing=known)
-    if num_deep and (makes_every or not problems):
-        again = _make_again(folder, plan, given, num_deep, again=standing, wrong=problems, tell=tell)
+    check = without_deep
+    if deep is not None and (makes_every or not problems):
+        differing = _remake(folder, plan, given, deep, also=standing, wrong=problems, tell=tell)
         check = "every" if makes_every else "deep"
-        problems = {**again, **problems}
+        problems = {**differing, **problems}
     if problems:
         if is_json:
             print_lines(json.dumps(_facts(folder, plan, check, problems=problems)))
@@ -133,17 +155,6 @@ def verify_shards(
     return 0
 
 
-def _number_of_deep(word: str | None) -> int:
-    """Return the number of shards that --deep asks for, 0 without it. Raises UsageError."""
-    if word is None:
-        return 0
-    if word == "all":
-        return names.MAX_SHARDS
-    if not (word.isdecimal() and int(word) > 0):
-        raise errors.UsageError.of_value("--deep", word, "a number of shards from 1, or: all")
-    return int(word)
-
-
 def _exclude_lines(folder: DataFolder, plan: Plan, manifests: Sequence[Manifest]) -> list[str]:
     """Say how many names of --exclude match no document. Reads the quarantine files with excluded documents.
 
@@ -173,19 +184,20 @@ def _some_id(folder: DataFolder, manifests: Sequence[Manifest]) -> str:
     return ""
 
 
-def _make_again(
+def _remake(
     folder: DataFolder,
     plan: Plan,
     given: dict[str, object],
-    num_deep: int,
+    deep: DeepRequest,
     *,
-    again: Iterable[int],
+    also: Iterable[int],
     wrong: Collection[int],
     tell: Callable[[str], None],
 ) -> Problems:
     """Make some shards again, but none of the ``wrong`` ones. Return the problems of those that differ.
 
-    ``num_deep`` shards with input are chosen, the same ones for a plan each time, in addition to ``again``.
+    Of the shards with input as many as ``deep`` asks for are chosen, the same ones for a plan each time, and
+    those in ``also``.
     ``tell`` gets a line if none differs.
     Raises the errors of loading a Worker.
     """
@@ -194,7 +206,8 @@ def _make_again(
     num_cpus = bind_to(allowed_cpus(offset=0))
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
-    chosen = sorted({*chooser.sample(full, min(num_deep, len(full))), *again} - {*wrong})
+    num_chosen = len(full) if deep.num_shards is None else min(deep.num_shards, len(full))
+    chosen = sorted({*chooser.sample(full, num_chosen), *also} - {*wrong})
     settings = worker_settings(given)
     settings = dataclasses.replace(settings, engine="tokenizers", max_bad_fraction=1.0)
     worker = Worker(plan.at(settings.input_dir), folder, settings, num_cpus=num_cpus, warn=lambda _: None)
@@ -318,7 +331,7 @@ def _check_shards(
     blanked = frozenset(names.ids_of_ranges(plan.options.blanked) if plan.options.blanked else ())
     is_failing = threading.Event()  # set once the file system failed: later shards do not wait for it
 
-    def read(shard_id: int) -> Manifest:
+    def manifest_of_shard(shard_id: int) -> Manifest:
         shard = manifest.check_shard(folder, shard_id, plan.plan_id)
         manifest.check_sizes(folder, shard)
         # It must be made for this spec, and from exactly the bytes that the plan assigns to it.
@@ -345,11 +358,12 @@ def _check_shards(
         done.refuse_found(folder, standing, [shard_id])
         return shard
 
-    def check(shard_id: int) -> Manifest | errors.ShardprepError:
+    def manifest_or_problem(shard_id: int) -> Manifest | errors.ShardprepError:
         try:
             if is_failing.is_set():
-                return read(shard_id)
-            return files.with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
+                return manifest_of_shard(shard_id)
+            what = f"shard {shard_id:05d} cannot be read"
+            return files.with_retries(what, partial(manifest_of_shard, shard_id))
         except errors.ShardprepError as error:
             if isinstance(error, (errors.BrokenShard, errors.OtherPlan)) and error.remedy is None:
                 error.remedy = commands.shard_again(shard_id, folder)
@@ -361,7 +375,7 @@ def _check_shards(
 
     ids = range(plan.num_shards)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        results = dict(zip(with_progress("verifying", ids), pool.map(check, ids), strict=True))
+        results = dict(zip(with_progress("verifying", ids), pool.map(manifest_or_problem, ids), strict=True))
     problems = {number: result for number, result in results.items() if not isinstance(result, Manifest)}
     return [result for result in results.values() if isinstance(result, Manifest)], problems
 

@@ -68,8 +68,8 @@ def check_names_are_utf8(*paths: str) -> None:
 class Command:
     """One command: ``run`` gets the parsed flags and returns the exit code."""
 
-    # A text "module:function" is imported when the command is called.
     summary: str  # one line of help
+    # A text "module:function" is imported when the command is called.
     add_flags: Callable[[argparse.ArgumentParser], None] | str
     run: Callable[[argparse.Namespace], int] | str
     is_nameless: bool = False  # runs for ``python -m PACKAGE`` without a command; not listed

@@ -31,8 +31,11 @@ _CLAIM_NAME = f".{names.PLAN_NAME}.claimed.tmp"
 _NUM_NAMED = 3  # names of inputs that differ, in an error
 
 
-def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
-    """Compare the plan in ``output_dir`` with the flags of a task, or make one with a shard per file."""
+def ensure_plan_matches(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) -> None:
+    """Compare the plan in ``output_dir`` with the flags of a task, or make one with a shard per file.
+
+    Raises Refused for other options or inputs, OtherTokenizer, and as ``make_plan``.
+    """
     folder = DataFolder(given["output_dir"])
     plan = plans.read_plan(folder) if may_plan else plans.need_plan(folder)
     if plan is not None and checks_inputs:
@@ -52,20 +55,25 @@ def plan_of_task(given: dict[str, Any], *, may_plan: bool, checks_inputs: bool) 
         found = "; ".join(differing)
         expected = "its plan's options, or a new --output_dir"
         raise errors.Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
-    model_id = given.get("model_id", plan.tokenizer.model_id)
-    fingerprint = ""
-    if model_id != plan.tokenizer.model_id:
-        with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
-            path = Path(model_id, names.TOKENIZER_FILE)
-            raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
-            fingerprint = fingerprint_of(json_files.load_json(raw))
-        if fingerprint != plan.tokenizer.fingerprint:
-            found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
-            fields = {"found": found, "expected": plan.tokenizer.model_id, "remedy": "--output_dir"}
-            advice = "leave --model_id out, or use a new --output_dir"
-            raise errors.OtherTokenizer(path=folder, advice=advice, **fields)
+    _refuse_other_model(plan, given.get("model_id", plan.tokenizer.model_id), folder)
     if "input_dir" in given and plans.is_one_file_a_shard(plan):
         check_inputs(plan, given["input_dir"], names_alone=True)
+
+
+def _refuse_other_model(plan: Plan, model_id: str, folder: DataFolder) -> None:
+    """Raise OtherTokenizer if a model has not the plan's tokenizer.json."""
+    if model_id == plan.tokenizer.model_id:
+        return
+    fingerprint = ""
+    with contextlib.suppress(*files.NOT_THERE, ValueError, TypeError, AttributeError):
+        path = Path(model_id, names.TOKENIZER_FILE)
+        raw = files.read_regular(path, max_bytes=names.MAX_TOKENIZER_BYTES)
+        fingerprint = fingerprint_of(json_files.load_json(raw))
+    if fingerprint != plan.tokenizer.fingerprint:
+        found = f"--model_id {model_id}, whose tokenizer.json differs, or cannot be compared"
+        fields = {"found": found, "expected": plan.tokenizer.model_id, "remedy": "--output_dir"}
+        advice = "leave --model_id out, or use a new --output_dir"
+        raise errors.OtherTokenizer(path=folder, advice=advice, **fields)
 
 
 def _plan_once(config: PrepConfig) -> Plan:

@@ -1,12 +1,18 @@
 """Say which shards of a data set are done, and what verify found wrong in them.
 
-A shard is done if its manifest belongs to the plan, its tar and idx are there with the sizes in it, and no
-``verify`` found it wrong. ``done_manifests`` checks this for shards that must be done;
-``done_manifest`` returns None for a shard that has to be made.
+============  ==============================================================  ================================
+a shard is    if                                                              asked by
+============  ==============================================================  ================================
+listed        a file has the name of its manifest; no file is opened          ``manifest_ids``
+done          its manifest belongs to the plan, its tar and idx are there     ``done_manifest`` returns None,
+              with the sizes in it, and no ``verify`` found it wrong          ``done_manifests`` raises;
+                                                                              ``find_made_shards`` sorts all
+verified      index.json has the counts of all shards, and all are done       ``is_verified``, of a data set
+============  ==============================================================  ================================
 
+Nothing here removes a file but ``publish_findings``; see ``preprocess/make/attempt.py`` for temporary files.
 Findings of verify are kept in DATA/findings.json until the shard is made again, or an equally thorough verify
-finds it right. If a file cannot be read, a shard is neither done nor wrong: the error is raised. A data set
-is verified if index.json has the counts of all shards, all are done, and none was found wrong.
+finds it right. If a file cannot be read, a shard is neither done nor wrong: the error is raised.
 
 This module does not import numpy, which takes 0.1 s to load.
 """
@@ -30,7 +36,7 @@ from shardprep.files import Digest
 from shardprep.format import commands, json_files, names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.json_files import Text
-from shardprep.format.manifest import _MAX_BYTES, SHARD_ERRORS, Manifest, check_shard, manifest_ids
+from shardprep.format.manifest import MAX_MANIFEST_BYTES, SHARD_ERRORS, Manifest, check_shard, manifest_ids
 from shardprep.format.spec import DatasetSpec
 
 FINDINGS_NAME = "findings.json"
@@ -67,7 +73,8 @@ class Finding:
 
     shard: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
     message: Text
-    manifest_sha256: Digest  # of the manifest's bytes, which change when the shard is made again
+    # Of the manifest's bytes. They change when the shard is made again, if only by ``run.began``: its time.
+    manifest_sha256: Digest
     check: Check  # of the verify that found it; a less thorough one cannot clear it
 
 
@@ -202,7 +209,7 @@ def is_verified(folder: DataFolder, spec: DatasetSpec, made: MadeShards) -> bool
     if len(made.done) != spec.num_shards or made.wrong:
         return False
     try:
-        raw = folder.read(names.INDEX_NAME, max_bytes=_MAX_FINDINGS_BYTES)
+        raw = folder.read(names.INDEX_NAME, max_bytes=names.MAX_INDEX_BYTES)
         # Only these values become objects: the file of another user may have millions of others.
         index = msgspec.json.decode(raw, type=_IndexCounts)
     except (*files.NOT_THERE, errors.BrokenShard):
@@ -305,7 +312,7 @@ def publish_findings(
 def _manifest_sha256(folder: DataFolder, shard_id: int) -> str:
     """Return the hash of a manifest's bytes, or "" if it cannot be read."""
     try:
-        content = folder.read(names.manifest_name(shard_id), max_bytes=_MAX_BYTES)
+        content = folder.read(names.manifest_name(shard_id), max_bytes=MAX_MANIFEST_BYTES)
     except (*files.NOT_THERE, errors.BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()

@@ -23,7 +23,6 @@ from shardprep.format.json_files import Count, Text
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
 from shardprep.format.spec import DatasetSpec
 
-MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
 COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes", "num_validation_samples")
 _FORMAT = "shardprep-index"
 _HASH_DIGITS = 16
@@ -151,7 +150,7 @@ def read_index(folder: DataFolder) -> DatasetIndex:
     try:
         with without_garbage_collection():
             file = json_files.read_file(
-                folder, names.INDEX_NAME, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES
+                folder, names.INDEX_NAME, _FORMAT, _IndexFile, max_bytes=names.MAX_INDEX_BYTES
             )
             if file.columns != [*COLUMNS, "tar_sha256"]:
                 raise json_files.wrong_value(

@@ -24,7 +24,7 @@ from shardprep.format.json_files import Count, Seconds, Text
 from shardprep.format.spec import DatasetSpec
 
 _FORMAT = "shardprep-manifest"
-_MAX_BYTES = 4 << 20  # about 3 KB, plus as much for each further source
+MAX_MANIFEST_BYTES = 4 << 20  # about 3 KB, plus as much for each further source
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 _Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # binary digits of a length in TextCounts
@@ -148,7 +148,7 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: RunFacts  # may vary between equal shards
     digests: FileStamp | None = None  # of --digests
-    unblanked_sha256: Digest | None = None  # sha256 of the tar before blanking, see documents.py
+    unblanked_sha256: Digest | None = None  # sha256 of the tar before blanking, see blanked.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
@@ -171,7 +171,7 @@ def read_manifest(folder: DataFolder, shard_id: int) -> Manifest:
     """Read a manifest. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
     name = names.manifest_name(shard_id)
     try:
-        return json_files.read_file(folder, name, _FORMAT, Manifest, max_bytes=_MAX_BYTES)
+        return json_files.read_file(folder, name, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
     except files.NOT_THERE:
         raise commands.missing_file(folder, name, shard_id) from None
     except errors.BrokenShard as error:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_SHARDS = 99_999  # shard names have five digits
+MAX_INDEX_BYTES = 64 << 20  # an index.json of 99,999 shards has 8 MB
 MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
 # Of documents held out for validation.

@@ -75,6 +75,7 @@ BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is 
 class PlanOptions:
     """The options that decide the bytes of the shards. They are stored in plan.json.
 
+    A default of None depends on the record: ``__post_init__`` fills it in, so None is in no object.
     Facts of an option, besides those of the command line:
         is_in_id: whether the plan's id depends on it. False if it only selects inputs, which are in the id.
             Defaults are not in the id either, so a new option changes no existing id.

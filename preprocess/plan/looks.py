@@ -8,6 +8,7 @@ are hashed for the plan anyway, so a look costs some 0.1 ms and no reading.
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,8 @@ _FEW_SHARED = 0.5  # of the fields of two files, if they differ
 _SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"<|eot_id|>", b"<|im_end|>", b"</s>", b"<eos>")
 _OF_FIELDS = frozenset({"no_field", "null_field", "wrong_type"})  # reasons of a wrong --text_field
 _ENDS_SENTENCE = tuple(".!?…\"'”’)」』。！？:;")
+# A line that begins with white space of UTF-8, or may: a blank line does.
+_SPACE_FIRST = re.compile(rb"\n[\0-\x20\xc2\xe1-\xe3]")
 _MIN_WRAPPED_LINES = 20
 _MAX_WRAPPED_CHARS = 120
 
@@ -154,24 +157,22 @@ def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
         is_list = sample.is_first and sample.data.removeprefix(encodings.MARK).lstrip()[:1] == b"["
         if not (sample.has_whole_line() or is_list):
             continue  # a part of a long line says nothing
-        lines = sample.whole_lines().removeprefix(encodings.MARK).split(b"\n", _MOST_LINES)
-        # The rest behind the last split is no line.
-        for line in lines[:_MOST_LINES]:
+        data = sample.whole_lines().removeprefix(encodings.MARK)
+        # Found one by one, because mostly the first line says all.
+        begin = 0
+        for _ in range(_MOST_LINES):
+            end = data.find(b"\n", begin)
+            line = data[begin:] if end < 0 else data[begin:end]
             if line.strip():
                 yield line
+            if end < 0:
+                break
+            begin = end + 1
 
 
 def _problem_of_text(path: Path, samples: Sequence[Sample], codec: str) -> BadInput | None:
     """Return the error for plain text if no line of its samples has the encoding."""
     has_line = False
-    for sample in samples:
-        data = sample.whole_lines()
-        try:
-            data.decode(codec)
-        except UnicodeDecodeError:
-            pass
-        else:
-            return None  # nearly always the first sample is right as a whole
     for line in _lines_of(samples):
         has_line = True
         try:
@@ -212,6 +213,8 @@ def _note_of_text(name: str, samples: Sequence[Sample], options: PlanOptions) ->
 
 def _is_wrapped(data: bytes) -> bool:
     """Return whether text seems to be prose with ends of lines at a margin, and blank lines."""
+    if not _SPACE_FIRST.search(data):
+        return False  # as in nearly all files of a document a line
     lines = data.decode(errors="ignore").replace("\r\n", "\n").split("\n")[:_MOST_LINES]
     has_blank_line = "" in map(str.strip, lines[1:-1])
     # Lines that go on: the next one is not blank.

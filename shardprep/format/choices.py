@@ -7,6 +7,7 @@ has no slash. A file takes the values whose pattern it matches, or else those wi
 from __future__ import annotations
 
 import fnmatch
+import functools
 
 from shardprep.format.inputs import known_input_kind
 
@@ -25,7 +26,8 @@ def choices_for(path: str, option: str, mark: str) -> list[str]:
     return matching or others
 
 
-def parsed_choices(option: str, mark: str) -> list[tuple[str, str]]:
+@functools.lru_cache(maxsize=8)  # asked for each file
+def parsed_choices(option: str, mark: str) -> tuple[tuple[str, str], ...]:
     """Return (pattern, value) of each choice; the pattern is "" if it has none."""
     found: list[tuple[str, str]] = []
     for choice in filter(None, map(str.strip, option.split(","))):
@@ -34,7 +36,7 @@ def parsed_choices(option: str, mark: str) -> list[tuple[str, str]]:
             found.append((pattern.strip(), value.strip()))
         else:
             found.append(("", choice))
-    return found
+    return tuple(found)
 
 
 def _is_pattern(text: str) -> bool:

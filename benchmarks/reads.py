@@ -65,16 +65,21 @@ DATA_SETS = (
 
 
 class Worker:
-    """The reads and opens of one worker."""
+    """The reads and opens of one worker, reader ``number`` of ``num_readers``."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards, number: int, num_readers: int) -> None:
         self._shards = shards
+        self._number = number
+        self._num_readers = num_readers
         self._open: OrderedDict[int, set[int]] = OrderedDict()  # shard -> chunks of its idx that were read
         self.calls: Counter[str] = Counter()
 
     def read(self, samples: npt.NDArray[np.int64]) -> None:
         """Read the samples of a window."""
         samples = np.sort(samples)
+        # As readers do, begin with another shard than the others.
+        first = np.flatnonzero(np.diff(samples // self._shards.shard_samples, prepend=-1))
+        samples = np.roll(samples, -first[len(first) * self._number // self._num_readers])
         shard, row = np.divmod(samples, self._shards.shard_samples)
         cut = np.flatnonzero((np.diff(samples) != 1) | (np.diff(shard) != 0)) + 1
         first, end = np.r_[0, cut], np.r_[cut, len(samples)]
@@ -114,7 +119,8 @@ def counted(
     """Return the calls of the followed workers in their first window and later, and the later steps."""
     count, at_start, later, steps = world * num_workers, Counter[str](), Counter[str](), 0
     for number in np.unique(np.linspace(0, count - 1, NUM_FOLLOWED).astype(int)).tolist():
-        worker, slots = Worker(shards), share(range(order.num_slots), number, count)
+        slots = share(range(order.num_slots), number, count)
+        worker = Worker(shards, slots.start, order.num_slots)
         for window, (start, end) in enumerate(islice(order.windows(0), NUM_WINDOWS)):
             worker.read(order.samples_of(0, slots, start, end).reshape(-1))
             if window == 0:

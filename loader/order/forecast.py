@@ -7,7 +7,7 @@ All counts are exact, but tokens: of documents these are samples times the mean 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, NamedTuple
@@ -86,14 +86,12 @@ class Forecast:
         self._mean_tokens = mean_tokens
         self._num_tokens = num_tokens
         self._slot_ticks = lru_cache(16)(run.slot_ticks)
-        self._end = self._slot_ticks(run.tick_of(Position(num_steps)))
         self._unused: list[_Unused] = []
         for epoch in range(run.epoch_of(num_steps)):
             end = (epoch + 1) * run.ticks_per_epoch
-            num_unused = run.ticks_per_epoch - run.ticks_in(epoch)
-            if num_unused:
-                unused = _Unused(end, run.slot_ticks(end - num_unused), run.slot_ticks(end))
-                self._unused.append(unused)
+            begin = end - run.ticks_per_epoch + run.ticks_in(epoch)
+            if begin < end:
+                self._unused.append(_Unused(end, run.slot_ticks(begin), run.slot_ticks(end)))
 
     def forecast(self) -> RunForecast:
         """Return all counts."""
@@ -105,58 +103,51 @@ class Forecast:
 
     def _source(self, number: int) -> SourceForecast:
         source = self._run.sources[number]
-        num_delivered = self._counter(number)(self._num_steps)
-        num_repeated = self._counter(number, source.order.ticks_per_epoch)
-        step = bisect_left(range(self._num_steps), 1, key=lambda step: num_repeated(step + 1))
+        epoch_ticks = source.order.ticks_per_epoch
+
+        def num_repeated(step: int) -> int:
+            return self._num_before(step + 1, number, since=epoch_ticks)
+
+        step = bisect_left(range(self._num_steps), 1, key=num_repeated)
         return SourceForecast(
             name=source.name,
             num_samples=source.order.num_samples,
-            num_delivered=num_delivered,
-            num_tokens=num_delivered * self._mean_tokens.get(source.name, 0.0),
+            num_delivered=self._num_before(self._num_steps, number),
+            num_tokens=self._num_tokens_before(self._num_steps, number),
             epochs=self._run.source_epochs(Position(self._num_steps))[source.name],
             times_seen=self._times_seen(number),
             second_epoch_step=None if step == self._num_steps else step,
         )
 
     def _stage(self, stage: Stage) -> StageForecast:
-        run = self._run
-        shares = run.shares(stage.weights)
-        num_tokens = 0.0
-        asked = {}
-        given = {}
-        for number, source in enumerate(run.sources):
-            num_tokens += self._counter(number)(stage.step) * self._mean_tokens.get(source.name, 0.0)
-            asked[source.name] = stage.weights.get(source.name, 0.0)
-            given[source.name] = shares[number] / CYCLE_TICKS
+        names = [source.name for source in self._run.sources]
+        shares = self._run.shares(stage.weights)
         return StageForecast(
             step=stage.step,
             global_batch_size=stage.global_batch_size,
-            num_tokens=num_tokens,
-            epochs=run.source_epochs(Position(stage.step)),
-            asked=asked,
-            given=given,
+            num_tokens=sum(self._num_tokens_before(stage.step, number) for number in range(len(names))),
+            epochs=self._run.source_epochs(Position(stage.step)),
+            asked={name: stage.weights.get(name, 0.0) for name in names},
+            given={name: share / CYCLE_TICKS for name, share in zip(names, shares, strict=True)},
             text=str(stage),
         )
 
-    def _counter(self, number: int, least: int = 0) -> Callable[[int], int]:
-        """Return a function that counts the samples which a source delivers before a step.
+    def _num_tokens_before(self, step: int, number: int) -> float:
+        mean = self._mean_tokens.get(self._run.sources[number].name, 0.0)
+        return mean * self._num_before(step, number)
 
-        ``least``: do not count those of the first ticks of each slot.
-        """
-        run = self._run
+    def _num_before(self, step: int, number: int, *, since: int = 0) -> int:
+        """Count the samples that a source delivers before a step, from its tick ``since`` of each slot on."""
 
         def num_ticks(taken: Int64s) -> int:
-            return int((taken[:, number] - least).clip(0).sum())
+            return int((taken[:, number] - since).clip(0).sum())
 
-        unused = [(each.end, num_ticks(each.ends) - num_ticks(each.begins)) for each in self._unused]
-
-        def count(step: int) -> int:
-            tick = run.tick_of(Position(step))
-            num_taken = num_ticks(self._slot_ticks(tick))
-            num_unused = sum(num for end, num in unused if end <= tick)
-            return (num_taken - num_unused) * run.order.group
-
-        return count
+        tick = self._run.tick_of(Position(step))
+        count = num_ticks(self._slot_ticks(tick))
+        for unused in self._unused:
+            if unused.end <= tick:
+                count -= num_ticks(unused.ends) - num_ticks(unused.begins)
+        return count * self._run.order.group
 
     def _times_seen(self, number: int) -> tuple[int, ...]:
         """Count the samples that were delivered 0, 1, 2, ... times.
@@ -166,7 +157,8 @@ class Forecast:
         counted, and the place of each missed one is looked up.
         """
         order = self._run.sources[number].order
-        reached = self._end[:, number]
+        end = self._run.tick_of(Position(self._num_steps))
+        reached = self._slot_ticks(end)[:, number]
         last = max(int(reached.max()) - 1, 0) // order.ticks_per_epoch  # epoch of the slot that is ahead
         begin = last * order.ticks_per_epoch
         missed = [np.zeros(0, np.int64)]

@@ -1,4 +1,4 @@
-"""``python benchmarks/forecast.py``: the counts of ``forecast``, beside readers of ``reads.py``; and their price.
+"""``python benchmarks/forecast.py``: counts of ``forecast`` beside the readers of ``reads.py``; their price.
 
 The first table has the opened shards and the bytes of a node's ranks in their first steps. The second one has
 the time and the peak memory of all counts of 10^6 steps on 4,096 ranks, from 10^5 shards, each in a process

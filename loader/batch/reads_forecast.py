@@ -15,7 +15,6 @@ from loader.order.hashes import Int64s
 from loader.order.mixture import Position, Run
 from loader.order.order import share
 from loader.read.chunks import Window, window_of_lengths
-from loader.read.json_ids import join_ranges
 from loader.read.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS, ShardReader
 from loader.read.samples import JoinedRows, Samples
 from shardprep.format.idx import IDX_DTYPES, idx_num_bytes
@@ -43,7 +42,7 @@ class _Unread:
     def __init__(self, samples: Samples, opened: list[int]) -> None:
         self._samples = samples
         self._sample_bytes = samples.shards.tar_bytes / samples.num_samples
-        self._open: OrderedDict[int, None] = OrderedDict()  # shards, the latest one last
+        self._open_shards: OrderedDict[int, None] = OrderedDict()  # the latest one last
         self._opened = opened  # gets each shard that is opened
         self.num_bytes = 0.0
         self.window_bytes = 0.0  # of the largest window
@@ -52,37 +51,43 @@ class _Unread:
         return getattr(self._samples, name)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        self._open_each(reader.opening_order(np.unique(self._samples.shards.shard_of(samples))))
+        self._open_each(reader, self._samples.shards.shard_of(samples))
         # Lengths decide the order inside of a window, but not its shards.
         return np.zeros_like(samples)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         if isinstance(self._samples, JoinedRows):
-            shards = _shards_of_rows(self._samples, reader, samples, offset)
-            self._open_each(shards)
+            shards: list[int] = []
+            for _, _, shards_of_span in self._samples.spans(reader, np.unique(samples), offset):
+                shards += [number for number, _, _ in shards_of_span]
+            for shard in shards:
+                self._open(shard)
+            self._open_each(reader, np.array(shards))
         else:
-            shards = self._samples.shards.shard_of(samples)
-        self._open_each(reader.opening_order(np.unique(shards)))
+            self._open_each(reader, self._samples.shards.shard_of(samples))
         num_bytes = samples.size * self._sample_bytes
         self.num_bytes += num_bytes
         self.window_bytes = max(self.window_bytes, num_bytes)
         return window_of_lengths(np.zeros(samples.shape, np.int32))
 
-    def _open_each(self, shards: Int64s) -> None:
-        """Open shards like ``ShardReader``."""
-        for shard in shards.tolist():
-            if shard not in self._open:
-                self._opened.append(shard)
-                self._open[shard] = None
-            self._open.move_to_end(shard)
-            if len(self._open) > MAX_OPEN_SHARDS:
-                self._open.popitem(last=False)
+    def _open_each(self, reader: ShardReader, shards: Int64s) -> None:
+        for shard in reader.opening_order(np.unique(shards)).tolist():
+            self._open(shard)
+
+    def _open(self, shard: int) -> None:
+        """Open a shard as ``ShardReader`` does."""
+        if shard not in self._open_shards:
+            self._opened.append(shard)
+            self._open_shards[shard] = None
+        self._open_shards.move_to_end(shard)
+        if len(self._open_shards) > MAX_OPEN_SHARDS:
+            self._open_shards.popitem(last=False)
 
     def held(self) -> tuple[int, int]:
         """Return how many files are open, and the bytes of idx records in memory."""
-        num_files = len(self._open)
+        num_files = len(self._open_shards)
         num_bytes = 0
-        for shard in self._open:
+        for shard in self._open_shards:
             part, row = self._samples.shards.locate(shard)
             if part.records is not None:  # of a tar of another tool, whose samples were listed at the start
                 continue
@@ -92,26 +97,6 @@ class _Unread:
             else:
                 num_bytes += idx_bytes
         return num_files, num_bytes
-
-
-def _shards_of_rows(joined: JoinedRows, reader: ShardReader, samples: Int64s, offset: int) -> Int64s:
-    """Return the shards in which ``JoinedRows.read`` looks for rows, in its order."""
-    rows = np.unique(samples)
-    is_first = np.diff(rows, prepend=-2) != 1
-    # Of each span of consecutive rows: int64[spans].
-    first_row = rows[is_first]
-    last_row = rows[np.append(is_first[1:], True)]
-    begin = (offset + first_row * joined.row_tokens) % joined.num_offsets
-    end = begin + (last_row - first_row + 1) * joined.row_tokens
-    # The stream is circular. borders: where shards begin in two turns of it, int64[2 * shards].
-    num_shards = joined.shards.num_shards
-    borders = np.concatenate([joined.first_token[:-1], joined.first_token[:-1] + joined.num_offsets])
-    first_shard = np.searchsorted(borders, begin, side="right") - 1
-    num_touched = np.searchsorted(borders, end, side="left") - first_shard
-    spans = reader.opening_order(np.arange(len(begin)))
-    shards = join_ranges(first_shard[spans], num_touched[spans]) % num_shards
-    has_tokens = np.diff(joined.first_token) > 0
-    return shards[has_tokens[shards]]
 
 
 def reads_of(

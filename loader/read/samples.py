@@ -265,18 +265,14 @@ class JoinedRows(Samples):
         return partial(self._chunk_of_joined, window)
 
     def _look_up(self, reader: ShardReader, rows: Int64s, offset: int) -> _RowPlaces:
-        """Find the documents of ascending rows. Each process begins with a different span of rows."""
+        """Find the documents of ascending rows."""
         documents: list[Int64s] = []
         lacks_eos: list[npt.NDArray[np.bool_]] = []
         row_begins = np.empty(len(rows), np.int64)
         num_found = 0  # tokens of the documents so far
-        # Consecutive rows are one span of the stream. bounds: where spans begin in ``rows``, and its length.
-        bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
-        for span in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
-            first, end = bounds[span : span + 2].tolist()
-            first_token = (offset + int(rows[first]) * self.row_tokens) % self.num_offsets
+        for first, end, shards in self.spans(reader, rows, offset):
             span_begin = None  # among the tokens of all documents
-            for number, begin, stop in self._shards_of(first_token, (end - first) * self.row_tokens):
+            for number, begin, stop in shards:
                 document_ends = self.ends(reader, number)
                 low = int(np.searchsorted(document_ends, begin, side="right")) - 1
                 high = int(np.searchsorted(document_ends, stop, side="left"))
@@ -288,6 +284,20 @@ class JoinedRows(Samples):
             assert span_begin is not None
             row_begins[first:end] = span_begin + np.arange(end - first) * self.row_tokens
         return _RowPlaces(np.concatenate(documents), np.concatenate(lacks_eos), row_begins)
+
+    def spans(
+        self, reader: ShardReader, rows: Int64s, offset: int
+    ) -> Iterator[tuple[int, int, Iterator[tuple[int, int, int]]]]:
+        """Yield each span of consecutive rows: its first and end in ``rows``, and its shards (_shards_of).
+
+        Each process begins with a different span.
+        """
+        # bounds: where spans begin in ``rows``, and its length
+        bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
+        for span in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
+            first, end = bounds[span : span + 2].tolist()
+            first_token = (offset + int(rows[first]) * self.row_tokens) % self.num_offsets
+            yield first, end, self._shards_of(first_token, (end - first) * self.row_tokens)
 
     def _shards_of(self, token: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shards of a span of the circular stream, and the first and end of its tokens in each."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.resources import WorkerSettings
 from shardprep.command_line import Command, Program, given_words
-from shardprep.console import counted, print_lines, say
+from shardprep.console import counted, print_exactly, print_lines, say
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
@@ -118,7 +118,7 @@ def plan_data_set(args: argparse.Namespace) -> int:
     plan, estimate = make_plan(config, **cut, stripe=stripe, dry_run=args.dry_run)
     need = Need(num_bytes=estimate.output_bytes, num_shards=plan.num_shards)
     if args.json:
-        print_lines(json.dumps({"output_dir": str(config.output_dir), **estimate.to_json(plan)}))
+        print_exactly(json.dumps({"output_dir": str(config.output_dir), **estimate.to_json(plan)}))
         return 0
     print_lines(*estimate.lines(plan), *space_lines(config.output_dir, need))
     if args.dry_run:

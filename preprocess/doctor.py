@@ -25,7 +25,7 @@ from preprocess.plan.planning import make_plan
 from preprocess.plan.scratch import scratch_folder
 from preprocess.plan.tokenizer import document_ends_line
 from shardprep import HOME, PACKAGES, __version__
-from shardprep.console import counted, print_lines, short_bytes
+from shardprep.console import counted, print_exactly, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import TOKENIZER_FILE
@@ -198,7 +198,7 @@ def doctor(args: argparse.Namespace) -> int:
         ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
         num_ranks = max(1, int(ranks)) if ranks.isdigit() else 1
         threads = max(1, num_cpus // num_ranks)
-        print_lines(
+        print_exactly(
             f"export OMP_NUM_THREADS={threads}  # torch: {num_cpus} CPUs for {num_ranks} process(es) here",
             f"export MKL_NUM_THREADS={threads}",
             "export TOKENIZERS_PARALLELISM=false  # the loader's workers fork; tasks switch it on themselves",
@@ -218,7 +218,7 @@ def doctor(args: argparse.Namespace) -> int:
     code = next((each.exit_code for each in findings if each.exit_code), int(levels["warning"] > 0))
     if args.json:
         listed = [{**each._asdict(), "level": each.level} for each in findings]
-        print_lines(*json.dumps({"exit_code": code, "findings": listed}, indent=1).split("\n"))
+        print_exactly(*json.dumps({"exit_code": code, "findings": listed}, indent=1).split("\n"))
         return code
     for finding in findings:
         print_lines(f"{finding.level:<8}{finding.topic:<10}{finding.text}")

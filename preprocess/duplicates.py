@@ -22,7 +22,7 @@ from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command
 from preprocess.make.resources import InputSettings
 from preprocess.read.documents import DocumentReader
 from shardprep import files, publishing
-from shardprep.console import Progress, counted, print_lines, quoted, with_progress
+from shardprep.console import Progress, counted, print_exactly, print_lines, quoted, with_progress
 from shardprep.errors import Refused, UsageError
 from shardprep.format import names
 from shardprep.format.blanked import blank_digests
@@ -152,7 +152,7 @@ def duplicates(args: argparse.Namespace) -> int:
         data_sets.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
     if args.json:
         sums = {"num_documents": num_documents, "num_groups": len(groups.keys), "num_duplicates": num_copies}
-        print_lines(json.dumps({**sums, "data_sets": data_sets}))
+        print_exactly(json.dumps({**sums, "data_sets": data_sets}))
         return 0
     total = counted(num_documents, "document")
     print_lines(f"{num_copies:,} of {total} are duplicates of {len(groups.keys):,} others")

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from preprocess.make.reference import decode, load_tokenizer
 from preprocess.make.token_ids import Ids
 from preprocess.peek_stats import stats_lines, stats_of
-from shardprep.console import counted, output_is_read, print_lines, say, with_progress
+from shardprep.console import counted, output_is_read, print_exactly, print_lines, say, with_progress
 from shardprep.errors import NotFound, UsageError
 from shardprep.format import commands, names
 from shardprep.format.data_folder import DataFolder
@@ -147,7 +147,7 @@ def peek(args: argparse.Namespace) -> int:
                     expected = f"documents 0 to {len(documents) - 1}"
                     raise NotFound(found=f"{shard_id}:{number}:{max(only)}", expected=expected)
                 if args.json:
-                    print_lines(json.dumps(_sample_json(plan, shard, number, documents, only)))
+                    print_exactly(json.dumps(_sample_json(plan, shard, number, documents, only)))
                 else:
                     _print_sample(plan, shard, number, documents, args.chars, only)
                 num_shown += 1
@@ -166,7 +166,7 @@ def _print_stats(folder: DataFolder, plan: Plan, *, is_json: bool) -> None:
     if is_json:
         sources = [source.to_json() for source in stats]
         facts = {"output_dir": str(folder), "num_shards": plan.num_shards, "num_made": len(made)}
-        print_lines(json.dumps({**facts, "sources": sources}))
+        print_exactly(json.dumps({**facts, "sources": sources}))
         return
     if len(made) < plan.num_shards:
         say(f"{len(made)} of {plan.num_shards} shards are made")

@@ -17,7 +17,7 @@ from preprocess.make.log_lines import amounts_line
 from preprocess.make.many import run_shards
 from preprocess.make.parts import Part, PartQueue, ShardQueue, find_part, time_of_file_system
 from preprocess.make.resources import WorkerSettings
-from shardprep.console import Progress, counted, print_lines, say, shards_text
+from shardprep.console import Progress, counted, print_exactly, say, shards_text
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.format import commands
 from shardprep.format.attempts import RECORD_VARIABLE, Failure, RunRecord, append_shards
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"{len(wanted) - num_missing} of {len(wanted)} shards are done already")
     if not num_missing:
         if args.json:
-            print_lines(json.dumps(_facts(folder, plan, len(wanted), [], [], 0.0)))
+            print_exactly(json.dumps(_facts(folder, plan, len(wanted), [], [], 0.0)))
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
         found = "a folder that you cannot write to"
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = plan.shard_bytes()
     name = "" if part.is_alone else f"part {part.number} of {part.num_parts}: "
-    label = f"{name}{counted(len(own), 'shard')}"
-    progress = Progress(label, sum(sizes[shard_id] for shard_id in own), is_shown=speaks)
+    num_bytes = sum(sizes[shard_id] for shard_id in own)
+    progress = Progress(name, num_bytes, is_shown=speaks, num_shards=len(own))
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]  # all, if they are too few
     make = partial(
         run_shards, folder, plan, settings, cpus_of=cpus_of, progress=progress, is_verbose=args.verbose
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"{name}{amount} made by {counted(num_proc, 'process')}: {_total(made, progress.elapsed_s)}")
     if args.json:
         num_done = len(wanted) - num_missing
-        print_lines(json.dumps(_facts(folder, plan, num_done, made, failures, progress.elapsed_s)))
+        print_exactly(json.dumps(_facts(folder, plan, num_done, made, failures, progress.elapsed_s)))
     if failures:
         ids = id_ranges(_ids(failures))
         say(f"error: failed: {shards_text(ids)}; fix the errors above, then run: {commands.run(folder, ids)}")
@@ -137,13 +137,17 @@ def _make_all(
 
 
 def _total(made: list[Manifest], elapsed_s: float) -> str:
+    """Return the amounts, with the rates that ``status`` shows: without the start of the processes."""
     counts = [manifest.counts for manifest in made]
-    return amounts_line(
+    began = min((manifest.run.began for manifest in made), default=0.0)
+    ended = max((manifest.run.ended for manifest in made), default=0.0)
+    amounts = amounts_line(
         sum(each.input_bytes for each in counts),
         sum(each.num_documents for each in counts),
         sum(each.num_tokens for each in counts),
-        elapsed_s,
+        ended - began,
     )
+    return f"{amounts}; {elapsed_s:.1f} s with start and end"
 
 
 def _facts(

@@ -24,7 +24,15 @@ import numpy.typing as npt
 
 from preprocess.make.resources import InputSettings, WorkerSettings, allowed_cpus, bind_to, worker_settings
 from shardprep import errors, files
-from shardprep.console import counted, print_lines, say, shards_text, source_lines, with_progress
+from shardprep.console import (
+    counted,
+    print_exactly,
+    print_lines,
+    say,
+    shards_text,
+    source_lines,
+    with_progress,
+)
 from shardprep.format import commands, done, manifest, names
 from shardprep.format.attempts import read_attempts
 from shardprep.format.blanked import read_blanked
@@ -116,7 +124,7 @@ def verify_shards(
         problems = {**differing, **problems}
     if problems:
         if is_json:
-            print_lines(json.dumps(_facts(folder, plan, check, problems=problems)))
+            print_exactly(json.dumps(_facts(folder, plan, check, problems=problems)))
         return _report_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
     path = folder.path_of(names.INDEX_NAME)
@@ -133,7 +141,7 @@ def verify_shards(
             error.advise(f"all shards are right, but {names.INDEX_NAME} was not written")
             raise
     if is_json:
-        print_lines(json.dumps(_facts(folder, plan, check, index=index)))
+        print_exactly(json.dumps(_facts(folder, plan, check, index=index)))
     else:
         sums = (counted(int(index.column(f"num_{noun}s").sum()), noun) for noun in ("sample", "token"))
         # Only who has read every byte may call it verified.

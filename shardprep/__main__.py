@@ -20,7 +20,7 @@ from typing import Any
 
 from shardprep import __version__, check_not_hidden
 from shardprep.command_line import Command, Program, given_words, show_commands, unknown_command
-from shardprep.console import guard_streams, print_lines, say
+from shardprep.console import guard_streams, print_exactly, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.processes import die_with_parent
 
@@ -113,7 +113,7 @@ def _completion(args: argparse.Namespace) -> int:
                 add(subcommands, each, program)
         else:
             add(commands, word, program)
-    print_lines(*shtab.complete(parser, args.shell).split("\n"))
+    print_exactly(*shtab.complete(parser, args.shell).split("\n"))
     return 0
 
 

@@ -1,7 +1,8 @@
 """Printing: lines, progress bars and numbers for people.
 
-``say`` prints a line to standard error, ``print_lines`` to standard output; nothing else in our packages
-prints. Both escape control characters, so text from a file cannot move the cursor or begin a line of a log.
+``say`` prints a line to standard error, ``print_lines`` and ``print_exactly`` to standard output; nothing
+else in our packages prints. They escape control characters, so text from a file cannot move the cursor or
+begin a line of a log.
 After ``guard_streams`` the streams also escape what libraries and tracebacks write, and survive a reader that
 goes away: the output is dropped and the work continues.
 
@@ -52,15 +53,24 @@ _bars: list[tqdm[NoReturn]] = []  # on the terminal; ``say`` prints above it
 
 # A narrow terminal shows how much is done and how long it takes, since tqdm would cut these.
 _WIDE = 70  # columns
-_WIDE_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+_AMOUNTS = "{n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+_WIDE_BAR = "{desc}: {percentage:3.0f}% |{bar}| " + _AMOUNTS
 _NARROW_BAR = "{desc}: {percentage:3.0f}%, {remaining} left"
+_NARROW_COLUMNS = 22  # of the narrow bar behind the label: ": 100%, 100:00:00 left"
 
 
 class Progress:
-    """Progress towards a known total, in bytes or in ``unit`` (a noun in the plural)."""
+    """Progress towards a known total, in bytes or in ``unit`` (a noun in the plural).
 
-    def __init__(self, label: str, total: int, *, unit: str = "bytes", is_shown: bool = True) -> None:
-        self._label = label
+    With ``num_shards``, the label ends with the number of whole shards: 2 of 6 shards.
+    """
+
+    def __init__(
+        self, label: str, total: int, *, unit: str = "bytes", is_shown: bool = True, num_shards: int = 0
+    ) -> None:
+        self._name = label
+        self._num_shards = num_shards
+        self._num_whole = 0
         self._total = total
         self._unit = unit
         self._done = 0
@@ -74,10 +84,31 @@ class Progress:
 
             columns = min(_MAX_COLUMNS, shutil.get_terminal_size().columns - 1)
             suffix = "B" if unit == "bytes" else f" {unit}"
-            style: Any = {"desc": label, "unit": suffix, "unit_scale": True, "ncols": columns, "leave": False}
+            style: Any = {"unit": suffix, "unit_scale": True, "ncols": columns, "leave": False}
             style["bar_format"] = _WIDE_BAR if columns >= _WIDE else _NARROW_BAR
-            self._bar = tqdm(total=total, file=_TERMINAL, **style)
+            self._bar = tqdm(total=total, file=_TERMINAL, desc=self._label_of(columns), **style)
             _bars.append(self._bar)
+
+    def add_shards(self, number: int) -> None:
+        """Count shards that are whole now."""
+        self._num_whole += number
+        if self._bar is not None:
+            self._bar.set_description_str(self._label_of(self._bar.ncols), refresh=False)
+
+    @property
+    def _label(self) -> str:
+        if not self._num_shards:
+            return self._name
+        if self._num_whole > self._num_shards:  # shards of others, too
+            return f"{self._name}{counted(self._num_whole, 'shard')}"
+        return f"{self._name}{self._num_whole:,} of {counted(self._num_shards, 'shard')}"
+
+    def _label_of(self, columns: int) -> str:
+        """Return the label for a bar of this width: in a narrow one the time that is left stays whole."""
+        room = columns - _NARROW_COLUMNS
+        if columns >= _WIDE or len(self._label) <= room:
+            return self._label
+        return f"{self._label[: max(0, room - 1)]}…"
 
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
         """Add to the number done, which may be negative. ``counts``: other counts whose rates are shown."""
@@ -235,9 +266,12 @@ def _with_whole_words(text: str, columns: int) -> str:
         return text
     shown = ""
     place = 0  # column of the next character
-    for part in _WORDS.findall(text):
+    parts = _WORDS.findall(text)
+    for number, part in enumerate(parts):
         length = _columns_of(part)
-        if part[0] != " " and place and columns - place < length <= columns:
+        # A blank after the word has to fit, too, or it would begin the next line.
+        needed = length + (number + 1 < len(parts))
+        if part[0] != " " and place and length <= columns < place + needed:
             shown += " " * (columns - place)
             place = 0
         shown += part
@@ -253,7 +287,16 @@ def _columns_of(text: str) -> int:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines to standard output, where results go."""
+    """Print lines to standard output, where results go. A terminal breaks them between words."""
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        print_exactly(*(_with_whole_words(printable(line), columns) for line in lines))
+    else:
+        print_exactly(*lines)
+
+
+def print_exactly(*lines: str) -> None:
+    """Print lines for programs, such as JSON or a script, to standard output."""
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     sys.stdout.flush()
 

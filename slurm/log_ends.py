@@ -11,6 +11,7 @@ from shardprep.files import ReadFile
 from shardprep.format.data_folder import LOGS_FOLDER, DataFolder
 
 _TAIL_BYTES = 16 << 10
+_MAX_LINE_CHARS = 600
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
 _BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
 
@@ -39,6 +40,11 @@ def log_tail(path: Path, num_later: int = 0) -> str:
         return ""
     parts = _BEGINS.split(raw.decode("utf-8", "replace"))
     return parts[-1 - num_later] if num_later < len(parts) else ""
+
+
+def shortened(line: str) -> str:
+    """Return a line for people, cut after 600 characters, with a sign: most messages are shorter."""
+    return line if len(line) <= _MAX_LINE_CHARS else f"{line[:_MAX_LINE_CHARS]}..."
 
 
 def last_lines(log: str, number: int = 3) -> list[str]:

@@ -10,7 +10,7 @@ from shardprep.errors import NotFound
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import need_plan
 from slurm.causes import remedy_of
-from slurm.log_ends import last_lines, log_tail
+from slurm.log_ends import last_lines, log_tail, shortened
 from slurm.state import find_state
 
 
@@ -36,7 +36,7 @@ def logs(folder: Path, shard_id: int) -> int:
         if message:
             lines.append(f"  {message}")
         if each.log:
-            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), 20)]
+            lines += [f"  | {shortened(line)}" for line in last_lines(log_tail(Path(each.log)), 20)]
             lines.append(f"  {each.log}")
     if shard.cause:
         lines.append(f"  {remedy_of(shard.cause)}")

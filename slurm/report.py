@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shardprep import console
-from shardprep.console import print_lines, say
+from shardprep.console import print_exactly, say
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.manifest import Manifest
 from shardprep.format.plan import need_plan
@@ -46,7 +46,7 @@ def report(folder: Path, output: Path | None, *, is_json: bool) -> int:
     data = _without_secrets(msgspec.to_builtins(made))
     lines = [json.dumps(data)] if is_json else page_lines(data)
     if is_json and output is None:
-        print_lines(*lines)
+        print_exactly(*lines)
         return 0
     output = output or Path("report.html")
     claim_file(output, _REPORT_BEGINS)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from shardprep.console import print_lines
+from shardprep.console import print_exactly, print_lines
 from shardprep.errors import ShardprepError
 from shardprep.format import attempts, commands
 from shardprep.format import jobs as job_files
@@ -73,7 +73,8 @@ def _send_or_show(
             jobs = render_jobs(options, state, groups, max_tasks, site)
             say_what_nodes_save(state, jobs, site, is_cut=max_tasks < most_tasks)
             if options.dry_run:
-                print_lines(*summary_lines(jobs), *"\n".join(jobs.scripts()).split("\n"))
+                print_lines(*summary_lines(jobs))
+                print_exactly(*"\n".join(jobs.scripts()).split("\n"))
                 return None
             return _send_held(options, state, jobs)
         except (SlurmRefused, SlurmFull) as error:

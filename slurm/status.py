@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shardprep import console
-from shardprep.console import print_lines
+from shardprep.console import print_exactly, print_lines
 from shardprep.errors import ReadWriteError
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.plan import need_plan
@@ -39,6 +39,8 @@ def status(folder: Path, *, watches: bool, is_json: bool) -> int:
             last = "Ctrl-C stops watching; the jobs go on" if is_active else lines[-1]
             console.draw("\033[H\033[2J")
             print_lines(*lines[:-1], last)  # if they exceed the screen, the first ones scroll away
+        elif is_json:
+            print_exactly(*lines)
         else:
             print_lines(*lines)
         if not watches or not is_active or not console.output_is_read():
@@ -52,11 +54,12 @@ def wait_for_jobs(folder: Path) -> int:
     state: DatasetState | None = None
     sizes = plan.shard_bytes()
     done: set[int] = set()
-    progress = console.Progress(f"{plan.num_shards} shards", sum(sizes))
+    progress = console.Progress("", sum(sizes), num_shards=plan.num_shards)
     while True:
         state = ask_patiently(partial(find_state, folder, plan, before=state))
         fresh = set(state.ids("done")) - done
         done |= fresh
+        progress.add_shards(len(fresh))
         progress.add(sum(sizes[shard_id] for shard_id in fresh))
         if not state.jobs_to_wait_for() or _needs_a_person(state):
             break

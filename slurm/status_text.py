@@ -14,8 +14,13 @@ from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import ids_of_ranges, quarantine_name
 from slurm.causes import BAD_INPUT, OUT_OF_MEMORY, TIMEOUT
+<<<<<<< HEAD
 from slurm.status_data import MAX_FAILURES, Failure, Status, newest_failures
 from slurm.waits import Wait
+=======
+from slurm.log_ends import shortened
+from slurm.status_data import MAX_FAILURES, Failure, Status, Wait, newest_failures
+>>>>>>> afbaaefa (A terminal breaks results between words, JSON stays whole; the bar counts whole shards; run and status show the same rate and say of what; a cut line of a log has a sign)
 
 _MAX_EVENTS = 5  # of the history
 _MAX_EVENT_CHARS = 400
@@ -41,7 +46,10 @@ def _total_lines(status: Status) -> list[str]:
     share = status.num_done / status.num_shards
     amounts = f"  {status.num_tokens:,} tokens"
     if status.tokens_per_s:
-        amounts += f", {status.tokens_per_s:,} tokens/s"
+        span = "from the first shard's begin to the last end"
+        if status.has_jobs:
+            span = "since the newest submission"
+        amounts += f", {console.short_number(status.tokens_per_s)} tokens/s {span}"
     if status.left_s is not None:
         amounts += f", about {console.short_time(status.left_s)} left"
     return [
@@ -89,8 +97,9 @@ def _failure_lines(status: Status) -> list[str]:
     lines += [f"  not done, {why}" for why in list(status.broken.values())[:MAX_FAILURES]]
     for failure in newest_failures(status.failures, lambda each: each.ended):
         lines.append(_attempt_line(failure))
-        lines += [f"    | {line[:300]}" for line in failure.last_lines]
-        lines.append(f"    {failure.log}")
+        lines += [f"    | {shortened(line)}" for line in failure.last_lines]
+        if failure.log:
+            lines.append(f"    {failure.log}")
     num_more = len(status.failures) - MAX_FAILURES
     if num_more > 0:
         lines.append(f"  and {num_more} more failures: --json has them all")

@@ -21,7 +21,7 @@ from loader.train.forecast_options import ForecastOptions, refuse_without_effect
 from loader.train.forecast_picture import PICTURE_BEGINS, picture
 from loader.train.proxy import Proxy, proxy_of
 from loader.train.where import find_state, named_sources, options_of_state, refuse_missing_sources
-from shardprep.console import counted, print_lines, short_bytes
+from shardprep.console import counted, print_exactly, print_lines, short_bytes
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.json_files import load_json
 from shardprep.option_flags import add_flags_of, given_of
@@ -66,7 +66,7 @@ def forecast(args: argparse.Namespace) -> int:
     if options.picture is not None:
         publish_bytes(options.picture, picture(found).encode("utf-8", "replace"))
     if args.json:
-        print_lines(json.dumps(asdict(found)))
+        print_exactly(json.dumps(asdict(found)))
         return 0
     if found.proxy is not None and large is not None:
         print_lines(*_proxy_lines(found, found.proxy, large), "")

@@ -32,7 +32,7 @@ from loader.read.reading import ShardReader
 from loader.read.samples import JoinedRows, Samples
 from loader.read.shards import VALIDATION, ShardSet
 from loader.token_loader import TokenLoader
-from shardprep.console import Progress, counted, print_lines, say
+from shardprep.console import Progress, counted, print_exactly, print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.format.json_files import load_json
 from shardprep.format.names import ids_of_ranges
@@ -80,7 +80,7 @@ def where(args: argparse.Namespace) -> int:
         documents = list(_documents(loader, state["layout"]["world_size"]))
     if args.json:
         answer = {"step": step, "epoch": at["epoch"], "step_of_epoch": at["step"], "documents": documents}
-        print_lines(json.dumps(answer, default=str))
+        print_exactly(json.dumps(answer, default=str))
         return 0
     num_documents = counted(len(documents), "document")
     print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {num_documents}")
@@ -198,7 +198,7 @@ def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
         say("note: the loop left epochs early by set_epoch; all their steps count as seen")
     steps = [{"step": step, "epoch": run.epoch_of(step), "sources": counts} for step, counts in found]
     if is_json:
-        print_lines(json.dumps({"num_steps": num_steps, "steps": steps}))
+        print_exactly(json.dumps({"num_steps": num_steps, "steps": steps}))
         return 0
     sums = sum((counts for _, counts in found), Counter[str]())
     print_lines(f"{len(found):,} of {counted(num_steps, 'step')} saw blanked documents")

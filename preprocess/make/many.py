@@ -177,6 +177,7 @@ def run_shards(
                     append_failure(event)
                 else:
                     made.append(event)
+                    progress.add_shards(1)
                     if is_verbose:
                         say(done_line(event, folder))
                 del busy[pipe]

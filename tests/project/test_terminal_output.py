@@ -211,6 +211,32 @@ def test_on_a_narrow_terminal_progress_is_a_percentage_and_a_time_without_a_bar(
     for line in lines:
         assert re.fullmatch(r"verifying: +\d+%, [\d:?]+ left *", line), line
         assert len(line) < 40
+    result = re.search(r"(verified 2 shards: .*?  )tokens; ", shown)
+    assert result, "results are broken between words, too"
+    assert len(result[1]) == 40
+
+
+def test_on_a_terminal_json_has_no_blanks_that_break_its_strings(world: World) -> None:
+    shown = on_a_terminal(40, "status", world.data_dir, "--json")
+    assert json.loads(shown)["folder"] == str(world.data_dir)
+
+
+def test_progress_counts_whole_shards(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances by a minute at each reading, so each step prints a line."""
+    data = world.copy(tmp_path, but=["shard-*.json"]).data_dir
+    real, minutes = time.monotonic, iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 60.0 * next(minutes))
+    ended = call_main("run", data, "--num_proc", 1)
+    assert set(re.findall(r"(\d) of 2 shards: \d+% of", ended.err)) == {"0", "1"}, ended.text
+
+
+def test_run_and_status_show_the_same_rate(world: World, tmp_path: Path) -> None:
+    data = world.copy(tmp_path, but=["shard-*.json"]).data_dir
+    of_run = re.search(r"([\d.]+ k?) ?tokens/s\)", call_main("run", data, "--num_proc", 1).err)
+    of_status = re.search(r"([\d.]+ k?) ?tokens/s from", call_main("status", data).out)
+    assert of_run
+    assert of_status
+    assert of_run[1] == of_status[1]
 
 
 def test_a_terminal_breaks_a_message_between_words_and_a_copy_of_it_has_no_line_end(world: World) -> None:

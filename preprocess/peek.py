@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,7 +171,7 @@ def _print_stats(folder: DataFolder, plan: Plan, *, is_json: bool) -> None:
         return
     if len(made) < plan.num_shards:
         say(f"{len(made)} of {plan.num_shards} shards are made")
-    print_lines(*stats_lines(stats))
+    print_lines(*stats_lines(stats, columns=shutil.get_terminal_size().columns))
 
 
 def _samples_at(folder: DataFolder, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardprep.console import counted
@@ -64,8 +64,8 @@ def _power_of_2(length: int) -> int:
     return 1 << length.bit_length() >> 1
 
 
-def stats_lines(stats: Iterable[SourceStats]) -> list[str]:
-    """Return a histogram for each source, in at most 80 columns."""
+def stats_lines(stats: Iterable[SourceStats], *, columns: int = 80) -> list[str]:
+    """Return a histogram for each source, in lines of at most this many columns."""
     lines: list[str] = []
     for source in stats:
         documents = counted(source.num_documents, "document")
@@ -73,15 +73,30 @@ def stats_lines(stats: Iterable[SourceStats]) -> list[str]:
         tokens_per_document = source.num_tokens / max(1, source.num_documents)
         bytes_per_token = source.num_text_bytes / max(1, source.num_tokens)
         lines.append(f"{source.name}: {documents}, {tokens}")
-        lines.append(f"  {tokens_per_document:,.0f} tokens a document, {bytes_per_token:.2f} bytes a token")
-        lines.append(f"  {'tokens':>23} {'documents':>15}")
-        most = max(source.num_of_length.values(), default=1)
-        for low in _without_gaps(source.num_of_length):
-            num = source.num_of_length.get(low, 0)
-            bar = "#" * -(-num * _BAR_COLUMNS // most)
-            label = f"{low:,}" if low < 2 else f"{low:,} to {2 * low - 1:,}"
-            lines.append(f"  {label:>23} {num:>15,} {bar}".rstrip())
+        means = f"{tokens_per_document:,.0f} tokens per document, {bytes_per_token:.2f} bytes per token"
+        lines.append(f"  {means}")
+        lines += _histogram(source.num_of_length, columns)
         lines.append("")
+    return lines
+
+
+def _histogram(num_of_length: Mapping[int, int], columns: int) -> list[str]:
+    labels = ["tokens"]
+    numbers = ["documents"]
+    counts = [0]  # the head has no bar
+    for low in _without_gaps(num_of_length):
+        num = num_of_length.get(low, 0)
+        labels.append(f"{low:,}" if low < 2 else f"{low:,} to {2 * low - 1:,}")
+        numbers.append(f"{num:,}")
+        counts.append(num)
+    label_columns = max(map(len, labels))
+    number_columns = max(map(len, numbers))
+    bar_columns = min(_BAR_COLUMNS, columns - label_columns - number_columns - 6)
+    most = max(*counts, 1)
+    lines = []
+    for label, number, num in zip(labels, numbers, counts, strict=True):
+        bar = "#" * -(-num * max(bar_columns, 1) // most)
+        lines.append(f"  {label:>{label_columns}}  {number:>{number_columns}} {bar}".rstrip())
     return lines
 
 

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -237,11 +238,14 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints help in 80 columns, and three lines for a wrong flag."""
+    """Prints help in 80 columns, fewer on a narrow terminal, and three lines for a wrong flag."""
 
     def __init__(self, **settings: Any) -> None:
         # No abbreviations: --input is a flag of peek, not short for plan's --input_dir.
-        formatter = functools.partial(_Formatter, max_help_position=28, width=79)
+        width = 79
+        if sys.stdout.isatty():
+            width = min(width, shutil.get_terminal_size().columns - 1)
+        formatter = functools.partial(_Formatter, max_help_position=28, width=width)
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
         self.hint = ""  # is added to an error
@@ -255,7 +259,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if self.hint:
             message += f"; {self.hint}"
-        self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
+        say(f"error: {message}")
+        say(self.format_usage().rstrip("\n"))
+        say(f"all flags: {self.prog} --help")
+        self.exit(2)
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -71,6 +71,7 @@ class Progress:
         self._name = label
         self._num_shards = num_shards
         self._num_whole = 0
+        self._columns = 0
         self._total = total
         self._unit = unit
         self._done = 0
@@ -83,17 +84,18 @@ class Progress:
             from tqdm import tqdm  # 0.03 s, which only a bar needs
 
             columns = min(_MAX_COLUMNS, shutil.get_terminal_size().columns - 1)
+            self._columns = columns
             suffix = "B" if unit == "bytes" else f" {unit}"
             style: Any = {"unit": suffix, "unit_scale": True, "ncols": columns, "leave": False}
             style["bar_format"] = _WIDE_BAR if columns >= _WIDE else _NARROW_BAR
-            self._bar = tqdm(total=total, file=_TERMINAL, desc=self._label_of(columns), **style)
+            self._bar = tqdm(total=total, file=_TERMINAL, desc=self._shown_label(), **style)
             _bars.append(self._bar)
 
     def add_shards(self, number: int) -> None:
         """Count shards that are whole now."""
         self._num_whole += number
         if self._bar is not None:
-            self._bar.set_description_str(self._label_of(self._bar.ncols), refresh=False)
+            self._bar.set_description_str(self._shown_label(), refresh=False)
 
     @property
     def _label(self) -> str:
@@ -103,10 +105,10 @@ class Progress:
             return f"{self._name}{counted(self._num_whole, 'shard')}"
         return f"{self._name}{self._num_whole:,} of {counted(self._num_shards, 'shard')}"
 
-    def _label_of(self, columns: int) -> str:
-        """Return the label for a bar of this width: in a narrow one the time that is left stays whole."""
-        room = columns - _NARROW_COLUMNS
-        if columns >= _WIDE or len(self._label) <= room:
+    def _shown_label(self) -> str:
+        """Return the label of the bar: in a narrow one the time that is left stays whole."""
+        room = self._columns - _NARROW_COLUMNS
+        if self._columns >= _WIDE or len(self._label) <= room:
             return self._label
         return f"{self._label[: max(0, room - 1)]}…"
 

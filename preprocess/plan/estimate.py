@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardprep.console import counted, short_bytes, short_time
+from shardprep.console import counted, short_bytes, short_number, short_time
 from shardprep.format.inputs import input_kind
 from shardprep.format.plan import Plan
 
@@ -39,12 +39,12 @@ class Estimate:
         smallest = short_bytes(min(sizes))
         largest = short_bytes(max(sizes))
         each = largest if smallest == largest else f"{smallest} to {largest}"
-        num_tokens = f"{self.num_tokens:.3g}".replace("e+0", "e").replace("e+", "e")  # 1.25e9
+        amounts = f"about {short_number(self.num_tokens)} tokens, {short_bytes(self.output_bytes)} on disk"
         times = f"{short_time(round(self.core_s))} on one core, {short_time(round(self.here_s))} here"
         return [
             f"inputs: {counted(len(plan.inputs), 'file')}, {short_bytes(sum(sizes))}: {shown}",
             f"plan {plan.plan_id[:12]}: {counted(plan.num_shards, 'shard')} of {each}",
-            f"about {num_tokens} tokens, {short_bytes(self.output_bytes)} on disk; {times}",
+            f"{amounts}; {times}",
             *self.all_notes(plan),
         ]
 

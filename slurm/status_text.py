@@ -14,13 +14,9 @@ from shardprep.format import commands
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.names import ids_of_ranges, quarantine_name
 from slurm.causes import BAD_INPUT, OUT_OF_MEMORY, TIMEOUT
-<<<<<<< HEAD
+from slurm.log_ends import shortened
 from slurm.status_data import MAX_FAILURES, Failure, Status, newest_failures
 from slurm.waits import Wait
-=======
-from slurm.log_ends import shortened
-from slurm.status_data import MAX_FAILURES, Failure, Status, Wait, newest_failures
->>>>>>> afbaaefa (A terminal breaks results between words, JSON stays whole; the bar counts whole shards; run and status show the same rate and say of what; a cut line of a log has a sign)
 
 _MAX_EVENTS = 5  # of the history
 _MAX_EVENT_CHARS = 400

@@ -373,7 +373,7 @@ def full_log_folder(site: Site) -> None:
     data = site.folder / "full"
     logs = data / "jobs" / "logs"
     logs.mkdir(parents=True)
-    site.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", logs)
+    site.run("mount", "-t", "tmpfs", "-o", "size=64k,mode=755", "tmpfs", logs)
     with (logs / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"x" * 4096)

@@ -34,7 +34,10 @@ sys.path.insert(0, str(ROOT))
 from tests.slurm.started_cluster import kill_node  # noqa: E402  of the checkout
 
 STARTER = ROOT / "tests" / "slurm_cluster.sh"
-CONF = """MaxArraySize=7
+# Commands wait this long for a slurmctld that was killed. A node is not drained for a step that ends slowly.
+CONF = """MessageTimeout=20
+UnkillableStepTimeout=900
+MaxArraySize=7
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdTimeout=60

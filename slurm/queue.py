@@ -41,6 +41,7 @@ class Queue:
     jobs: dict[tuple[int, str, int], Job] = field(default_factory=dict)
     hidden: dict[str, str] = field(default_factory=dict)  # id of a job that is not visible -> why not
     controllers: list[str] = field(default_factory=list)  # ids of jobs of --until_done
+    controllers_wait: dict[str, str] = field(default_factory=dict)  # id of one that waits -> Slurm's reason
     unrecorded: list[str] = field(default_factory=list)  # ids of this user's live jobs without a record
     foreign: list[str] = field(default_factory=list)  # live jobs of the folder that this one was copied from
     away: str = ""  # why Slurm did not answer
@@ -172,10 +173,13 @@ def _add_jobs_without_record(
         job = jobs[job_id]
         is_named_controller = job.name.endswith(CONTROL)
         recorded = controllers.get(job_id)
-        if recorded and _is_controller(job, recorded):
+        is_ours = job.name.startswith(prefix)
+        if (recorded and _is_controller(job, recorded)) or (is_ours and is_named_controller):
             queue.controllers.append(job_id)
-        elif job.name.startswith(prefix):
-            (queue.controllers if is_named_controller else queue.unrecorded).append(job_id)
+            if job.is_waiting:
+                queue.controllers_wait[job_id] = job.reason
+        elif is_ours:
+            queue.unrecorded.append(job_id)
         elif is_named_controller and job.name.startswith(copied_prefixes):
             queue.foreign.append(job_id)
 

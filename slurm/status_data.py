@@ -24,7 +24,7 @@ from slurm.own import why_not_retried
 from slurm.speed import speed_of
 from slurm.squeue import StateName
 from slurm.state import DatasetState
-from slurm.waits import Wait, lost_controller, verify_trouble, waits_of
+from slurm.waits import Wait, controller_trouble, lost_controller, verify_trouble, waits_of
 
 T = TypeVar("T")
 STATUS_VERSION = 4  # of --json: increased when a field is removed or changes its meaning
@@ -97,6 +97,7 @@ class Status:
     unrecorded_jobs: list[str]
     foreign_jobs: list[str]
     controller_jobs: list[str]
+    controller_trouble: str  # why a controller never begins by itself, or ""
     controller_lost: str
     slurm_away: str  # why Slurm did not answer, or ""
     why_not_visible: str
@@ -158,6 +159,7 @@ def status_of(state: DatasetState) -> Status:
         unrecorded_jobs=queue.unrecorded,
         foreign_jobs=queue.foreign,
         controller_jobs=queue.controllers,
+        controller_trouble=controller_trouble(state),
         controller_lost=lost_controller(state, history),
         slurm_away=queue.away,
         why_not_visible=state.why_not_visible(),

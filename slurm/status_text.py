@@ -145,6 +145,8 @@ def _notes(status: Status) -> list[str]:
         notes.append(f"found wrong by verify: {_shown_shards(status.wrong)}; not done, to be made again")
     if status.verify_trouble:
         notes.append(f"the verify job {status.verify_trouble}")
+    if status.controller_trouble:
+        notes.append(f"the controller of --until_done {status.controller_trouble}")
     if status.not_begun:
         why = "cancelled, or Slurm could not start them"
         notes.append(f"ended before the task started: {_shown_shards(status.not_begun)} ({why})")

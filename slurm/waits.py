@@ -70,14 +70,31 @@ def verify_trouble(state: DatasetState) -> str:
     newest = state.submissions[-1]
     job = state.queue.jobs.get((newest.number, newest.verify.job_id, 0))
     if job and job.is_waiting:
-        means, action = meaning_of(job.reason)
-        return f"waits for {job.reason}: {means}" if action else ""
+        return _why_stuck(job.job_id, job.reason)
     if job and job.is_live:
         return ""
     for record in state.records.own:
         if record.job_id == newest.verify.job_id:
             return f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
     return ""
+
+
+def controller_trouble(state: DatasetState) -> str:
+    """Return why a controller will not begin before a person acts, or ""."""
+    for job_id, reason in state.queue.controllers_wait.items():
+        why = _why_stuck(job_id, reason)
+        if why:
+            return why
+    return ""
+
+
+def _why_stuck(job_id: str, reason: str) -> str:
+    """Return why a job that waits never begins by itself, or "" if it does."""
+    means, action = meaning_of(reason)
+    if not action:
+        return ""
+    words = f"waits for {reason}: {means}"
+    return f"{words}; type: scontrol release {job_id}" if action == "release" else words
 
 
 def lost_controller(state: DatasetState, history: Sequence[dict[str, object]]) -> str:

@@ -997,7 +997,7 @@ format version folder num_shards done running pending failed not_submitted not_v
 num_running num_pending num_failed num_not_submitted num_not_visible causes remedies can_retry not_begun
 failures restarts unexplained other_plan broken wrong findings verify_trouble verified can_write
 accepting_args unreadable has_slurm has_jobs waits_for unrecorded_jobs foreign_jobs controller_jobs
-controller_lost slurm_away why_not_visible history sources num_tokens tokens_per_s left_s
+controller_trouble controller_lost slurm_away why_not_visible history sources num_tokens tokens_per_s left_s
 """
 REPORT_FIELDS = """
 format version folder written shardprep plan shards counts validation tar_bytes idx_bytes sources
@@ -1062,6 +1062,19 @@ def test_status_reports_a_verify_job_that_ran_out_of_time_or_cannot_start(desk: 
     assert desk.next() == f"next: shardprep verify {desk.data}"
     desk.queue(squeue_line("N/A", "PENDING", "PartitionTimeLimit", job="2", name=f"{NAME}-verify"))
     assert "PartitionTimeLimit" in desk.status()["verify_trouble"]
+
+
+@pytest.mark.parametrize("job", ["2", "3"])
+def test_status_says_how_to_release_a_verify_job_or_controller_that_somebody_holds(
+    desk: Desk, job: str
+) -> None:
+    desk.submitted()
+    desk.make_done(*range(5))
+    name = f"{NAME}-verify" if job == "2" else f"{desk.job_name}-control"
+    desk.queue(squeue_line("N/A", "PENDING", "Dependency", job=job, name=name))
+    assert "scontrol release" not in desk.slurm("status")
+    desk.queue(squeue_line("N/A", "PENDING", "JobHeldUser", job=job, name=name))
+    assert f"type: scontrol release {job}\n" in desk.slurm("status")
 
 
 def note_opened(patch: pytest.MonkeyPatch) -> list[str]:

@@ -91,7 +91,8 @@ def stamp_inputs(
                 look = look._replace(problem=None, note=f"{name}: {look.problem.found}")
         # Equal names of fields are kept once, or those of 10^5 files would take 0.1 GB.
         names = frozenset(inspected.names) or look.names
-        look = look._replace(names=kept_names.setdefault(names, names))
+        if names:
+            look = look._replace(names=kept_names.setdefault(names, names))
         stamped = InputFile(
             path=name,
             num_bytes=size,

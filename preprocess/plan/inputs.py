@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import heapq
 import os
 import re
@@ -89,7 +90,7 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
         nothing = f"--input_dir {input_dir} has no .txt file, nor any other input ({known_suffixes()})"
         message = "; ".join([nothing, *left_out_lines(listing.left_out, input_dir)])
         raise NotFound(message, path=input_dir, expected=known_suffixes())
-    for each in map(str, (input_dir.resolve(), *listing.paths)):  # as a plan has them
+    for each in (str(input_dir.resolve()), str(input_dir), *listing.taken):  # as a plan has them
         if each.encode(errors="ignore").decode() != each:
             found = f"an input with the name {os.fsencode(each)!r}"
             raise UsageError(path=input_dir, found=found, expected="a name in UTF-8: rename it")
@@ -113,9 +114,9 @@ class InputListing:
             for text in filter(None, map(str.strip, options.also.split(",")))
         }
 
-    @property
+    @functools.cached_property
     def paths(self) -> list[Path]:
-        """Return the inputs, sorted by relative path."""
+        """The inputs, sorted by relative path; asked for when all are listed."""
         return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
 
     def scan(self, options: PlanOptions) -> None:
@@ -178,10 +179,10 @@ class InputListing:
             if first != path and (self._input_dir / first).samefile(self._input_dir / path):
                 self.leave_out(path, "file that is taken by another name")
         first_forms: dict[str, str] = {}
-        # A plain file comes first, because shards may begin inside it.
-        for path in sorted(self.taken, key=lambda path: (bool(input_kind(path).compression), path)):
-            plain = path.rpartition(".")[0] if input_kind(path).compression else path
-            first = first_forms.setdefault(plain, path)
+        for path in sorted(path for path in self.taken if input_kind(path).compression):
+            plain = path.rpartition(".")[0]
+            # A plain file comes first, because shards may begin inside it.
+            first = first_forms.setdefault(plain, plain if plain in self.taken else path)
             if first == path:
                 continue
             beginning = _beginning_of_text(self._input_dir / first)

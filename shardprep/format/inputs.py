@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -53,11 +54,20 @@ class InputKind(NamedTuple):
 
 def known_input_kind(path: str) -> InputKind | None:
     """Return the kind of a file from its name, ignoring case, or None for an unknown suffix."""
-    stem, dot, suffix = path.rpartition("/")[2].lower().rpartition(".")
-    compression = COMPRESSION_SUFFIXES.get(dot + suffix, "")
-    if compression:
-        _, dot, suffix = stem.rpartition(".")
-    file_format = _BY_SUFFIX.get(dot + suffix)
+    stem, dot, last = path.rpartition("/")[2].lower().rpartition(".")
+    suffix = dot + last
+    before = ""
+    if suffix in COMPRESSION_SUFFIXES:
+        _, dot, last = stem.rpartition(".")
+        before = dot + last
+    return _kind_of_suffixes(suffix, before)
+
+
+@functools.lru_cache(maxsize=64)  # asked for each file, several times
+def _kind_of_suffixes(suffix: str, before: str) -> InputKind | None:
+    """``before``: the suffix before that of the compression."""
+    compression = COMPRESSION_SUFFIXES.get(suffix, "")
+    file_format = _BY_SUFFIX.get(before if compression else suffix)
     if file_format is None or (compression and not file_format.can_be_compressed):
         return None
     return InputKind(file_format, compression)
@@ -65,8 +75,10 @@ def known_input_kind(path: str) -> InputKind | None:
 
 def input_kind(path: str) -> InputKind:
     """Return the kind of an input. A file with an unknown suffix (``--also``) is plain text."""
-    compression = COMPRESSION_SUFFIXES.get("." + path.lower().rpartition(".")[2], "")
-    return known_input_kind(path) or InputKind(PLAIN_TEXT, compression)
+    known = known_input_kind(path)
+    if known is not None:
+        return known
+    return InputKind(PLAIN_TEXT, COMPRESSION_SUFFIXES.get("." + path.lower().rpartition(".")[2], ""))
 
 
 def place_text(path: str, offset: int) -> str:

@@ -1,12 +1,9 @@
 """The sampling order of one source: the samples that each slot delivers at each tick. Pure arithmetic.
 
-A source has N samples. A **tick** takes L of them; a training step is one or more ticks. The shuffled
-sequence of an epoch is divided into V = L / g equal parts, the **slots**. A tick takes the next g samples of
-every slot, so an epoch has R = N // L ticks. g is 1 unless samples are grouped by length. Ranks and workers
-only divide the slots among them, so tick k is the same ordered set of samples for any number of ranks and
-workers. run.py combines sources.
+The rules and the letters are those of the law, 2 and 3 (the docstring of ``loader.order``). Ranks and workers
+only divide the slots among them, so a tick is the same ordered set of samples for any number of them.
 
-Epoch 0 of N = 10 samples with L = 4, g = 1, blocks and windows of 2 samples and seed 0, step by step:
+Epoch 0 of N = 10 samples with L = 4, g = 1, blocks and windows of 2 samples and seed 0, one after another:
 
 * Rotate by ``hash_ints(0, 0, _ROTATE) % 10``, which is 9: 9 0 1 2 3 4 5 6 7 8.
 * Cut into blocks and permute them: 3 4 | 5 6 | 1 2 | 9 0 | 7 8.
@@ -43,7 +40,7 @@ MOST_BLOCK_BYTES = 1 << 20
 BLOCKS_PER_SLOT = 16  # at least, if there are enough samples: with fewer, slots would hardly mix
 GROUPED_SAMPLES = 8192  # most samples of a window sorted by length: more would need less padding, more memory
 GROUPED_BYTES = 64 << 20  # most bytes of such a window
-# Purposes of a hash, see the law.
+# Purposes of a hash, see the law, 1.
 _ROTATE = 1
 _BLOCKS = 2
 _WINDOWS = 3
@@ -57,18 +54,14 @@ NumTokens = Callable[[Int64s], Int64s]
 class Order:
     """The sampling order of one source. Raises UsageError if N < L.
 
-    1. Rotate the samples by hash(seed, epoch) mod N, so that each epoch leaves out other samples.
-    2. Cut them into blocks of K samples, the unit of reading. Permute the blocks except a short last one.
-    3. Shuffle each window of a slot, M blocks or with grouping about 8,192 samples: sort it by a hash of the
-       places in it. With grouping, then sort it by length, stably, and cut it into slices of g samples. All
-       slots take the slices in the same random order, so the samples of a tick have similar lengths.
+    Samples are rotated, so that each epoch leaves out others; blocks, the unit of reading, are permuted; each
+    slot shuffles its windows. With grouping all slots take slices of their sorted windows in the same random
+    order, so the samples of a tick have similar lengths.
 
     The price: this is not a uniform permutation. At any time the V M blocks of the current windows are mixed.
     They are in memory: 128 MiB for all ranks together up to L = 256. Above that, blocks grow with L up to
     1 MiB, so a step of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place
     of the global batch then takes 2 KiB times L, and 4 MiB from L = 2,048 on.
-
-    Without ``shuffle``, tick k is samples ``[k L, (k+1) L)``.
     """
 
     num_samples: int  # N
@@ -216,9 +209,9 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
     return block_samples, max(min(GROUPED_SAMPLES, per_window), 4 * group) // group * group
 
 
-def share(slots: range, part: int, num_parts: int) -> range:
-    """Return one of ``num_parts`` consecutive parts of some slots. Their sizes differ by at most one."""
-    return slots[len(slots) * part // num_parts : len(slots) * (part + 1) // num_parts]
+def share(slots: range, number: int, count: int) -> range:
+    """Return the consecutive slots of rank or worker ``number`` of ``count``: equally many, or one more."""
+    return slots[len(slots) * number // count : len(slots) * (number + 1) // count]
 
 
 def sizes_of_order(num_samples: int, num_bytes: int, tick_samples: int, group: int) -> dict[str, Any]:

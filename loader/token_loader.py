@@ -209,7 +209,7 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def num_steps_delivered(self) -> int:
         """Return how many global batches were delivered, over all epochs."""
-        return self.progress.delivered.step - self.progress.skips.num_left
+        return self.progress.delivered.step - self.progress.skips.num_steps
 
     @property
     def epoch(self) -> float:
@@ -222,7 +222,7 @@ class TokenLoader(DataLoader[Batch]):
     def describe(self) -> str:
         """Return a text with the sources, their shares and fingerprints, the order and all stages."""
         now = self.progress.delivered
-        headline = f"{self!r}, at step {now.step}"
+        headline = f"{self!r}, at step {now.step} of the run"
         return describe(headline, self.run, now, self.samples, self.step_batches.boundaries)
 
     @property
@@ -230,7 +230,7 @@ class TokenLoader(DataLoader[Batch]):
         """Return how many samples of each source were delivered, on all ranks together."""
         skips = self.progress.skips
         since = self.run.source_samples(self.progress.delivered, skips.since)
-        return {name: skips.delivered.get(name, 0) + count for name, count in since.items()}
+        return {name: skips.samples_before.get(name, 0) + count for name, count in since.items()}
 
     def forecast(self, num_steps: int) -> RunForecast:
         """Return what the run delivers in its first ``num_steps`` steps, by source and by stage.
@@ -337,12 +337,13 @@ class TokenLoader(DataLoader[Batch]):
         ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
         ``set_epoch`` left.
         """
-        num_left, since, _ = self.progress.skips
-        number = whole_number("step", step, least=0, most=self.run.first_step(MAX_EPOCH + 1) - 1 - num_left)
-        least = since - num_left
+        num_skipped, since, _ = self.progress.skips
+        most = self.run.first_step(MAX_EPOCH + 1) - 1 - num_skipped
+        number = whole_number("step", step, least=0, most=most)
+        least = since - num_skipped
         if number < least:
             raise UsageError.of_value("step", number, f"at least {least}, where set_epoch left an epoch")
-        return self._state_at(Position(number + num_left))
+        return self._state_at(Position(number + num_skipped))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next ``iter()`` continue after a saved state. Reads no data.
@@ -401,8 +402,8 @@ class TokenLoader(DataLoader[Batch]):
             problem = f"set_epoch({epoch}) before the first batch starts at the first step of that epoch"
             logger.warning(f"{problem}. To resume inside the epoch, call load_state_dict first")
         first = self.run.first_step(epoch)
-        num_left = now.skips.num_left + first - now.delivered.step
-        self._move_to(Position(first), skips=Skips(num_left, first, self.source_samples))
+        num_skipped = now.skips.num_steps + first - now.delivered.step
+        self._move_to(Position(first), skips=Skips(num_skipped, first, self.source_samples))
         self._newest_iterator_id += 1  # an older iterator would count its batches for the new epoch
         self._end_unless_persistent()
 

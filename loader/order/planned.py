@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from loader.order.checks import check_batch, whole_number
 from loader.order.mixture import CYCLE_TICKS, Run, Source, Stage, source_seed
 from loader.order.order import Order, sizes_of_order
-from loader.order.state import MAX_EPOCH
+from loader.order.state import MAX_STAGE_STEP
 from shardprep.errors import UsageError
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]"
@@ -25,7 +25,7 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [(0, value)]
     try:
-        stages = [(whole_number(name, step, least=0, most=MAX_EPOCH), held) for step, held in value]
+        stages = [(whole_number(name, step, least=0, most=MAX_STAGE_STEP), held) for step, held in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and the value from it on") from None
     steps = [step for step, _ in stages]

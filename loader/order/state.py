@@ -18,35 +18,40 @@ from shardprep.format.json_files import as_type
 STATE_FORMAT = "shardprep-loader-state"
 STATE_VERSION = 5
 MAX_EPOCH = 2**31 - 1  # so that ticks, counted through all epochs, fit into an int64
+MAX_STAGE_STEP = MAX_EPOCH  # at which a stage may begin
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
-ORDER_SIZES = ("num_samples", "block_samples", "window_samples")  # fields of both Order and _SourceRow
+ORDER_SIZES = ("num_samples", "block_samples", "window_samples")  # fields of both Order and _SavedSource
 
 
 class Skips(NamedTuple):
-    """What ``set_epoch`` skipped or repeated."""
+    """What ``set_epoch`` skipped or repeated. Steps are counted through all epochs."""
 
-    num_left: int = 0  # steps that were skipped, minus those that were repeated
+    num_steps: int = 0  # that were skipped, minus those that were repeated
     since: int = 0  # the step to which it moved last
-    delivered: Mapping[str, int] = {}  # samples of each source that were delivered before it moved there
+    samples_before: Mapping[str, int] = {}  # that were delivered before it moved there, by source
 
 
 class OtherRun(Refused):
     """A loader's state has other data or another order."""
 
 
-class _SourceRow(NamedTuple):
+class _SavedSource(NamedTuple):
+    """A list in the state, with these values in this order."""
+
     name: str
-    data: str
+    data: str  # fingerprint of its shards, 16 hex digits
     num_samples: _Number
     block_samples: _Number
     window_samples: _Number
-    added_at: _Count
+    added_at: _Count  # step of all epochs
     num_delivered: Annotated[int, Meta(ge=0)]  # samples before ``since``
 
 
-class _StageRow(NamedTuple):
-    step: _Count
+class _SavedStage(NamedTuple):
+    """A list in the state, with these values in this order."""
+
+    step: _Count  # of all epochs
     global_batch_size: _Number
     shares: list[_Count] | None  # ticks of each source in CYCLE_TICKS ticks; None: unchanged
     is_amended: bool
@@ -57,16 +62,16 @@ class SavedState:
     """The values of a state, without its format and version."""
 
     epoch: _Count
-    step: _Count
-    num_micro: _Count
-    num_left: int
-    since: Annotated[int, Meta(ge=0)]
-    layout: dict[str, _Number]
+    step: _Count  # steps before the position in its epoch; elsewhere steps count through all epochs
+    num_micro: _Count  # batches of each rank before the position in its step
+    num_left: int  # Skips.num_steps
+    since: Annotated[int, Meta(ge=0)]  # Skips.since, a step of all epochs
+    layout: dict[str, _Number]  # world_size and batch_size
     targets: str
-    tick_samples: _Number
-    sources: Annotated[list[_SourceRow], Meta(min_length=1)]
-    stages: Annotated[list[_StageRow], Meta(min_length=1)]
-    fingerprint: dict[str, object]
+    tick_samples: _Number  # L
+    sources: Annotated[list[_SavedSource], Meta(min_length=1)]
+    stages: Annotated[list[_SavedStage], Meta(min_length=1)]
+    fingerprint: dict[str, object]  # Run.fingerprint
 
 
 def state_of(
@@ -78,48 +83,48 @@ def state_of(
     """
     epoch = run.epoch_of(position.step)
     sources = []
-    for source, row in zip(run.sources, _source_rows(run), strict=True):
-        sources.append([*row, skips.delivered.get(source.name, 0)])
+    for source, values in zip(run.sources, _source_values(run), strict=True):
+        sources.append([*values, skips.samples_before.get(source.name, 0)])
     state = {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
         "epoch": epoch,
         "step": position.step - run.first_step(epoch),
         "num_micro": position.num_micro,
-        "num_left": skips.num_left,
+        "num_left": skips.num_steps,
         "since": skips.since,
         "layout": dict(layout),
         "targets": targets,
         "tick_samples": run.tick_samples,
         "sources": sources,
-        "stages": _stage_rows(run),
+        "stages": _stage_values(run),
         "fingerprint": run.fingerprint,
     }
     return {**state, "checksum": checksum_of(state)}
 
 
-def _source_rows(run: Run) -> list[list[object]]:
+def _source_values(run: Run) -> list[list[object]]:
     """Return the sources as lists of plain values, without the samples that were delivered."""
-    rows = []
+    sources = []
     for source in run.sources:
         sizes = [getattr(source.order, name) for name in ORDER_SIZES]
-        rows.append([source.name, source.data, *sizes, source.added_at])
-    return rows
+        sources.append([source.name, source.data, *sizes, source.added_at])
+    return sources
 
 
-def _stage_rows(run: Run) -> list[list[object]]:
-    rows: list[list[object]] = []
+def _stage_values(run: Run) -> list[list[object]]:
+    stages: list[list[object]] = []
     for stage in run.stages:
         shares = list(run.shares(stage.weights)) if stage.begins_round else None
-        rows.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
-    return rows
+        stages.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
+    return stages
 
 
 def is_same_run(one: Run, other: Run) -> bool:
-    """Return whether two runs deliver the same samples. Rows are compared, since states round the weights."""
+    """Return whether two runs deliver the same samples, by the values of states, which round weights."""
     if (one.tick_samples, one.fingerprint) != (other.tick_samples, other.fingerprint):
         return False
-    return _source_rows(one) == _source_rows(other) and _stage_rows(one) == _stage_rows(other)
+    return _source_values(one) == _source_values(other) and _stage_values(one) == _stage_values(other)
 
 
 def checksum_of(state: Mapping[str, object]) -> str:
@@ -130,8 +135,8 @@ def checksum_of(state: Mapping[str, object]) -> str:
 
 
 def skips_of(saved: SavedState) -> Skips:
-    delivered = {row.name: row.num_delivered for row in saved.sources}
-    return Skips(saved.num_left, saved.since, delivered)
+    samples_before = {source.name: source.num_delivered for source in saved.sources}
+    return Skips(saved.num_left, saved.since, samples_before)
 
 
 def read_state(state: Mapping[str, object]) -> SavedState:
@@ -164,10 +169,10 @@ def read_state(state: Mapping[str, object]) -> SavedState:
         saved = as_type(Path("state"), known, SavedState)
     except BrokenShard as error:
         raise damaged_state(error.found, error.expected) from None
-    names = [row.name for row in saved.sources]
-    added = [row.added_at for row in saved.sources]
-    steps = [row.step for row in saved.stages]
-    shares = [row.shares for row in saved.stages]
+    names = [source.name for source in saved.sources]
+    added = [source.added_at for source in saved.sources]
+    steps = [stage.step for stage in saved.stages]
+    shares = [stage.shares for stage in saved.stages]
     is_consistent = (
         len(set(names)) == len(names)
         and added[0] == 0
@@ -176,7 +181,7 @@ def read_state(state: Mapping[str, object]) -> SavedState:
         and steps == sorted(set(steps))
         and shares[0] is not None
         and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE_TICKS) for each in shares)
-        and not any(row.global_batch_size % saved.tick_samples for row in saved.stages)
+        and not any(stage.global_batch_size % saved.tick_samples for stage in saved.stages)
     )
     if not is_consistent:
         raise damaged_state("sources and stages do not fit together", "sources and stages of one run")

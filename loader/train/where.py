@@ -194,7 +194,7 @@ def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     run = loader.run
     num_steps = loader.progress.delivered.step
     found = sorted(_steps_with_blanks(run, loader.samples, num_steps).items())
-    if loader.progress.skips.num_left:
+    if loader.progress.skips.num_steps:
         say("note: the loop left epochs early by set_epoch; all their steps count as seen")
     steps = [{"step": step, "epoch": run.epoch_of(step), "sources": counts} for step, counts in found]
     if is_json:

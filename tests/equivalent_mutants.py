@@ -23,7 +23,6 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("MOST_BLOCK_BYTES = 1 << 20", "MOST_BLOCK_BYTES = 1 << (21)", CHOICE),
     ],
     "loader/order/mixture.py": [
-        ("0 and end ==", "(1) and end ==", SPEED),
         ("_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
         ("np.cumsum(counts) - counts,", "(np.cumsum(counts) + counts),", "moves all places equally"),
     ],

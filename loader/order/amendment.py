@@ -11,12 +11,12 @@ from dataclasses import replace
 from loader.order.mixture import Position, Run, source_seed
 
 
-def amended(run: Run, step: int, plan: Run) -> tuple[Run, int]:
-    """Return a run, continued by a plan from the next border on, and the step of that border.
+def amended(run: Run, step: int, asked: Run) -> tuple[Run, int]:
+    """Return a run, continued by the one asked for from the next border on, and the step of that border.
 
     The border is the first step from ``step`` on at which every round that has begun is complete. An
     amendment that has not begun is replaced, and the sources that it added are removed. New sources are
-    added in the plan's order. The plan must have the run's L, and ``step`` must be above 0.
+    added in the order of ``asked``, which must have the run's L. ``step`` must be above 0.
     """
     tick = run.tick_of(Position(step))
     current = run.round_at(tick)
@@ -26,7 +26,7 @@ def amended(run: Run, step: int, plan: Run) -> tuple[Run, int]:
     while run.tick_of(Position(border)) < free_tick:
         border += 1
     while True:
-        result = _up_to(run, border, plan)
+        result = _up_to(run, border, asked)
         # Other sizes can move the beginning of a step: smaller steps may still fit into an epoch. Earlier
         # steps must not move, and a round that has begun must not end at another tick.
         round_stays = not has_begun or result.round_at(tick)[:2] == current[:2]
@@ -36,20 +36,19 @@ def amended(run: Run, step: int, plan: Run) -> tuple[Run, int]:
         border += 1
 
 
-def _up_to(run: Run, step: int, plan: Run) -> Run:
-    """Return a run up to a step, followed by the plan."""
+def _up_to(run: Run, step: int, asked: Run) -> Run:
+    """Return a run up to a step, followed by the one asked for."""
     sources = [source for source in run.sources if source.added_at < step]
     known = {source.name for source in sources}
-    for source in plan.sources:
+    for source in asked.sources:
         if source.name not in known:
             order = replace(source.order, seed=source_seed(run.seed, len(sources)))
             sources.append(replace(source, order=order, added_at=step))
-    plan = plan.in_order_of(sources)
     stages = [stage for stage in run.stages if stage.step < step]
     before = run.stages_from(step - 1)[0]
     # The round before a change of shares ends at that step, so a new round must begin there.
     round_ended = any(stage.step == step and stage.begins_round for stage in run.stages)
-    for stage in plan.stages_from(step):
+    for stage in asked.in_order_of(sources).stages_from(step):
         is_border = stage.step == step
         begins_round = stage.weights != before.weights or (round_ended and is_border)
         # The border is kept even if nothing changes there, since later arguments count from it on.

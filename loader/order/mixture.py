@@ -1,23 +1,18 @@
 """A run of training: its sources, its stages, and the samples of each step.
 
-A run has one or more sources, each with its own order (order.py). A **tick** takes L samples, one for each of
-its L places; a training **step** is one or more ticks. A **stage** sets the weights of the sources and the
-global batch size from a step on. Everything else follows from the stages:
+The rules and the letters are those of the law, 4 to 6 (the docstring of ``loader.order``). Everything follows
+from the stages:
 
-* An epoch has R ticks: the sum of one epoch of each source that the run began with. It ends when the next
-  step does not fit, and the remaining ticks are not used. Ticks are counted through all epochs, including
-  unused ones. So with one source, tick t of the run is always tick t % R of the source's epoch t // R.
-* Weights are rounded to **shares**, the ticks of each source in 65,536 ticks. The ticks of a
-  source are evenly spread, so the number of its ticks before tick t follows from t alone.
-* In a **round** of 64 ticks every slot takes equally many samples of a source, but in its own order. Rounds
-  are counted from the tick at which the shares take effect, and the last round before other shares ends
-  where those begin. At the end of a round, all slots are at the same place in each source. That is why an
-  amendment begins there: no sample is repeated or lost.
-
-Example: L is 12 and the only source has 700 samples, so R is 58. With steps of 5 ticks, an epoch has 11 steps
-and leaves its last 3 ticks unused. Step 11 is the first step of epoch 1, which begins at tick 58.
+* Steps are laid out in epochs of E ticks. Unused ticks are counted, too, so with one source, tick t of the
+  run is always tick t % R of the source's epoch t // R.
+* The ticks of a source are evenly spread, so the number of them before tick t follows from t alone.
+* At the end of a round, all slots are at the same place in each source. That is why an amendment begins
+  there: no sample is repeated or lost.
 
 The price: each source has its own windows, and one with less than 1/64 of the ticks is not in every round.
+
+Weights have three units. What the user passes as ``weights`` is of samples or of tokens, and of any sum. The
+``weights`` of a Stage are shares of samples, with a sum of 1. ``Run.shares`` are ticks of 65,536.
 """
 
 from __future__ import annotations
@@ -72,7 +67,7 @@ class Stage:
 
     step: int
     global_batch_size: int
-    weights: Mapping[str, float]  # each source's share of the samples, by its name; the sum is 1
+    weights: Mapping[str, float]  # share of the samples of each source, by its name; the sum is 1
     begins_round: bool = True  # False: the weights are those of the stage before, and its round continues
     is_amended: bool = False  # whether an amendment begins here
 
@@ -105,7 +100,7 @@ class _EqualShares(NamedTuple):
 
     first: int
     end: int  # _NEVER for the last ones
-    shares: tuple[int, ...]  # of all sources
+    shares: tuple[int, ...]  # of all sources, in ticks of CYCLE_TICKS
     taken: Int64s  # ticks of each source before them
 
     def taken_before(self, tick: int) -> Int64s:
@@ -173,7 +168,7 @@ class Run:
 
     @cached_property
     def ticks_per_epoch(self) -> int:
-        """Return R."""
+        """Return E."""
         return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
 
     @cached_property
@@ -198,8 +193,17 @@ class Run:
 
     @cached_property
     def _equal_steps(self) -> list[_EqualSteps]:
+        """Divide the run into parts with equal steps, so that a step is found without those before it.
+
+        Example: an epoch has 10 ticks. Steps have 2 of them, and from step 7 on 4. The parts are:
+
+        * step 0, epoch 0, tick 0, 5 steps of 2 ticks in an epoch: steps 0 to 6, up to tick 4 of epoch 1;
+        * step 7, epoch 1, tick 4, 1 step of 4 ticks to the end of the epoch, which leaves 2 ticks unused;
+        * step 8, epoch 2, tick 0, 2 steps of 4 ticks in an epoch: all later steps.
+        """
         parts = []
-        epoch = tick = 0
+        epoch = 0
+        tick = 0  # of the epoch, at which the next step begins
         ends = [*(stage.step for stage in self.stages[1:]), _NEVER]
         for stage, end in zip(self.stages, ends, strict=True):
             step = stage.step
@@ -211,13 +215,17 @@ class Run:
                     tick = 0
                     continue
                 parts.append(_EqualSteps(step, epoch, tick, size, num_steps))
-                if tick == 0 and end == _NEVER:
+                if tick:
+                    # The rest of an epoch, or less of it if the next stage begins there.
+                    num_taken = min(num_steps, end - step)
+                elif end == _NEVER:
                     break  # all epochs from here on have the same steps
-                # Steps that begin an epoch cover all epochs of this stage. The next
-                # stage begins after its last step, possibly in the middle of an epoch.
-                num_taken = min(num_steps, end - step) if tick else end - step
-                epoch += (num_taken - 1) // num_steps
-                tick += ((num_taken - 1) % num_steps + 1) * size
+                else:
+                    # Whole epochs, and the beginning of another one up to the next stage.
+                    num_taken = end - step
+                num_epochs, last_step = divmod(num_taken - 1, num_steps)  # the last step within its epoch
+                epoch += num_epochs
+                tick += (last_step + 1) * size
                 step += num_taken
         return parts
 
@@ -277,34 +285,37 @@ class Run:
 
     @cached_property
     def _equal_shares(self) -> list[_EqualShares]:
-        parts: list[_EqualShares] = []
-        for stage in (stage for stage in self.stages if stage.begins_round):
+        found: list[_EqualShares] = []
+        for stage in self.stages:
+            if not stage.begins_round:
+                continue
             first = self.tick_of(Position(stage.step))
             taken = np.zeros(len(self.sources), np.int64)
-            if parts:
-                taken = parts[-1].taken_before(first)
-                parts[-1] = parts[-1]._replace(end=first)
-            parts.append(_EqualShares(first, _NEVER, self.shares(stage.weights), taken))
-        return parts
+            if found:
+                taken = found[-1].taken_before(first)
+                found[-1] = found[-1]._replace(end=first)
+            found.append(_EqualShares(first, _NEVER, self.shares(stage.weights), taken))
+        return found
 
     def _shares_at(self, tick: int) -> _EqualShares:
-        return self._equal_shares[bisect_right(self._equal_shares, tick, key=lambda part: part.first) - 1]
+        return self._equal_shares[bisect_right(self._equal_shares, tick, key=lambda each: each.first) - 1]
 
     def round_at(self, tick: int) -> Round:
         """Return the round that contains a tick. It ends early where other shares begin."""
-        part = self._shares_at(tick)
-        first = tick - (tick - part.first) % ROUND_TICKS
-        end = min(first + ROUND_TICKS, part.end)
-        within = (first - part.first) % CYCLE_TICKS  # CYCLE_TICKS is a multiple of ROUND_TICKS
-        return Round(first, end, spread(part.shares)[within : within + end - first], part.taken_before(first))
+        equal = self._shares_at(tick)
+        first = tick - (tick - equal.first) % ROUND_TICKS
+        end = min(first + ROUND_TICKS, equal.end)
+        within = (first - equal.first) % CYCLE_TICKS  # CYCLE_TICKS is a multiple of ROUND_TICKS
+        sources = spread(equal.shares)[within : within + end - first]
+        return Round(first, end, sources, equal.taken_before(first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
         """Return (source, its ticks before, end) if one source has all ticks from ``tick`` to ``end``."""
-        part = self._shares_at(tick)
-        if CYCLE_TICKS not in part.shares:
+        equal = self._shares_at(tick)
+        if CYCLE_TICKS not in equal.shares:
             return None
-        source = part.shares.index(CYCLE_TICKS)
-        return source, int(part.taken[source]) + tick - part.first, part.end
+        source = equal.shares.index(CYCLE_TICKS)
+        return source, int(equal.taken[source]) + tick - equal.first, equal.end
 
     def pattern(self, round_: Round, slots: range) -> Int64s:
         """Return the source of each slot at each tick of a round: int64[len(slots), ticks]."""

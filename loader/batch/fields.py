@@ -1,7 +1,7 @@
 """The fields of a batch, in one table: shape, how it is made, what moves with rows, what a model takes.
 
 A new field of document boundaries is a line here, a function that makes it, and its name in ``Boundary``.
-Functions that rearrange batches ask this table.
+Other fields are made in batches.py. Functions that rearrange batches ask this table.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class TokenLoader(DataLoader[Batch]):
     a ``with`` block, stops the workers.
 
     ``state_dict()`` counts delivered batches, not those that workers read ahead. ``load_state_dict()`` makes
-    the next ``iter()`` yield the rest of that epoch, on any number of ranks and workers. accelerate counts
-    batches: set ``accelerator.step = 0`` after a ``load_state`` that changes the number of accumulated ones.
+    the next ``iter()`` yield the rest of that epoch, also on other numbers of ranks and workers. accelerate
+    counts batches: set ``accelerator.step = 0`` after a ``load_state`` that changes the accumulated ones.
     A copy (``copy.deepcopy``, pickle) continues at the original's position, with its own workers and files.
     """
 
@@ -347,6 +347,10 @@ class TokenLoader(DataLoader[Batch]):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next ``iter()`` continue after a saved state. Reads no data.
+
+        All later steps have the same samples if you pass the run's ``global_batch_size``, batch_size x ranks
+        divides it, and the ranks divide its groups of ``group_by_length`` (a state from within a step needs
+        the same ranks and ``batch_size``): a step is a set of samples by arithmetic, and ranks only share it.
 
         A loader made with ``amend=True`` accepts a state with other weights, sources or sizes, and logs the
         step at which its own take effect. Raises Refused (OtherRun, OtherTokenizer, UnknownVersion),

@@ -49,6 +49,10 @@ def on_page_markdown(markdown: str, page: Any, **_context: Any) -> str:
     # Not a picture, nor a link to the other language.
     paragraph = next((part for part in paragraphs if re.match(r"[\w`]", part)), "")
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)  # its links hold on the page only
+    if text.endswith(":"):  # it introduces a table or code
+        text = "; ".join(re.findall(r"^## (.*)", markdown, re.MULTILINE))
+    if path == "README.ko.md":
+        title += " (한국어)"
     _first_lines[page.url] = title.lstrip("# "), " ".join(text.split())
     return _LINK.sub(rewritten, markdown)
 

@@ -288,6 +288,15 @@ def _columns_of(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
+def in_columns(text: str, columns: int) -> str:
+    """Return a cell of a table that takes exactly this many columns: padded, or cut with a sign."""
+    if _columns_of(text) > columns:
+        while _columns_of(text) > columns - 1:
+            text = text[:-1]
+        text += "…"
+    return text + " " * (columns - _columns_of(text))
+
+
 def print_lines(*lines: str) -> None:
     """Print lines to standard output, where results go. A terminal breaks them between words."""
     if sys.stdout.isatty():

@@ -21,7 +21,7 @@ from loader.train.forecast_options import ForecastOptions, refuse_without_effect
 from loader.train.forecast_picture import PICTURE_BEGINS, picture
 from loader.train.proxy import Proxy, proxy_of
 from loader.train.where import find_state, named_sources, options_of_state, refuse_missing_sources
-from shardprep.console import counted, print_exactly, print_lines, short_bytes
+from shardprep.console import counted, in_columns, print_exactly, print_lines, short_bytes, short_number
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.json_files import load_json
 from shardprep.option_flags import add_flags_of, given_of
@@ -169,20 +169,22 @@ def _proxy_lines(found: Forecast, proxy: Proxy, large: RunForecast) -> Iterator[
 def _source_lines(found: Forecast) -> Iterator[str]:
     num_samples = sum(source.num_delivered for source in found.sources)
     num_tokens = sum(source.num_tokens for source in found.sources)
-    yield f"{counted(found.num_steps, 'step')}: {counted(num_samples, 'sample')}, {num_tokens:.4g} tokens"
+    amounts = f"{counted(num_samples, 'sample')}, {short_number(num_tokens)} tokens"
+    yield f"{counted(found.num_steps, 'step')}: {amounts}"
     yield ""
-    yield f"{'source':20} {'samples':>17} {'tokens':>10} {'epochs':>9} {'second epoch':>18}"
+    yield f"{'source':20} {'samples':>14} {'tokens':>8} {'epochs':>9} {'second epoch':>15}"
     for source in found.sources:
         step = "-" if source.second_epoch_step is None else f"step {source.second_epoch_step:,}"
-        counts = f"{source.num_delivered:>17,} {source.num_tokens:>10.4g} {source.epochs:>9.3f} {step:>18}"
-        yield f"{source.name:20.20} {counts}"
+        tokens = short_number(source.num_tokens)
+        counts = f"{source.num_delivered:>14,} {tokens:>8} {source.epochs:>9.3f} {step:>15}"
+        yield f"{in_columns(source.name, 20)} {counts}"
         seen = [f"{count:,} {times}x" for times, count in enumerate(source.times_seen) if count]
         yield f"  of {source.num_samples:,} seen: {', '.join(seen)}"
 
 
 def _stage_lines(found: Forecast) -> Iterator[str]:
     for stage in found.stages:
-        yield f"{stage.text}; {stage.num_tokens:.4g} tokens before it"
+        yield f"{stage.text}; {short_number(stage.num_tokens)} tokens before it"
         if len(stage.given) > 1:
             for name, share in stage.given.items():
                 yield f"  {name}: asked {stage.asked[name]:.4%}, given {share:.4%}"

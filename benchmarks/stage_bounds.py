@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from preprocess.make.json_ids import json_ids
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings
 from preprocess.make.token_ids import TokenBatch
 from preprocess.make.worker import Worker
 from preprocess.read.documents import DocumentBatch, DocumentReader

@@ -34,7 +34,8 @@ FORMS = {
 def stages_of(data: Path) -> dict[str, float]:
     """Make shard 0 of a data set in this process and thread, and return the CPU seconds of each stage."""
     from preprocess.make.layout import BatchLayout
-    from preprocess.make.resources import WorkerSettings, bind_to
+    from preprocess.make.resources import bind_to
+    from preprocess.make.settings import WorkerSettings
     from preprocess.make.worker import Worker
     from preprocess.make.writer import ShardWriter
     from preprocess.read.documents import DocumentReader

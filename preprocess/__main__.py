@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from preprocess.make import resources
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import InputSettings, WorkerSettings, worker_settings
 from shardprep.command_line import Command, Program, given_words
 from shardprep.console import counted, print_exactly, print_lines, say
 from shardprep.errors import NotFound, ShardprepError, UsageError
@@ -68,7 +68,7 @@ def task(args: argparse.Namespace) -> int:
             ensure_plan_matches(given, may_plan=may_plan, checks_inputs=args.check_inputs)
         from preprocess.make.worker import make_shard
 
-        settings = resources.worker_settings(given_of(args, WorkerSettings))
+        settings = worker_settings(given_of(args, WorkerSettings))
         note = resources.memory_note(settings.memory_gb)
         return make_shard(folder, args.shard_id, settings, num_cpus, note)
     except ShardprepError as error:
@@ -157,7 +157,7 @@ def blank(args: argparse.Namespace) -> int:
 
     folder = DataFolder(args.data_dir)
     new = DataFolder(args.output_dir)
-    settings = resources.InputSettings(**given_of(args, resources.InputSettings))
+    settings = InputSettings(**given_of(args, InputSettings))
     blanking = start(folder, new, args.ids, settings)
     num_shards = blanking.plan.num_shards
     num_touched = len(blanking.touched)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.resources import InputSettings
+from preprocess.make.settings import InputSettings
 from preprocess.read.documents import DocumentReader
 from preprocess.read.transform import Transform
 from shardprep.console import counted, print_lines, say, with_progress

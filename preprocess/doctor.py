@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from preprocess.make import resources
 from preprocess.make.probe import PROBE
+from preprocess.make.settings import WorkerSettings
 from preprocess.make.worker import Worker
 from preprocess.plan.planning import make_plan
 from preprocess.plan.scratch import scratch_folder
@@ -150,7 +151,7 @@ def _check_tokenizer(model_id: str | None, path: Path | None, num_cpus: int) -> 
     if path is not None:
         folder = DataFolder(path)
         plan = need_plan(folder)
-        settings = resources.WorkerSettings()
+        settings = WorkerSettings()
         engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None).engine
         yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         content = check_tokenizer_files(folder, plan.tokenizer_files, TOKENIZER_FILE)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from preprocess.given_inputs import GivenInputs, add_given_inputs, blank_command, unblanked_documents
-from preprocess.make.resources import InputSettings
+from preprocess.make.settings import InputSettings
 from preprocess.read.documents import DocumentReader
 from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_exactly, print_lines, quoted, with_progress

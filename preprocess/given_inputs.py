@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.make.resources import InputSettings
+from preprocess.make.settings import InputSettings
 from preprocess.read.code_files import CodeFiles
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from preprocess.read.inputs import OpenInput, sample_sha256

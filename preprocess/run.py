@@ -16,7 +16,7 @@ from preprocess.make.attempt import clean_done_shards
 from preprocess.make.log_lines import amounts_line
 from preprocess.make.many import run_shards
 from preprocess.make.parts import Part, PartQueue, ShardQueue, find_part, time_of_file_system
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings, environment_number, worker_settings
 from shardprep.console import Progress, counted, print_exactly, say, shards_text
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.format import commands
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = chosen_shards(plan.num_shards, args.shards)
     wanted = list(range(plan.num_shards)) if chosen is None else sorted(chosen)
     given = given_of(args, WorkerSettings)
-    settings = resources.worker_settings(given)
+    settings = worker_settings(given)
     if settings.again and chosen is None:
         raise UsageError(found="--again", expected="--shards, too", remedy="--shards IDS")
     # Of several processes with one output the first one speaks for all.
@@ -190,7 +190,7 @@ def _num_processes(given: int | None, memory_gb: float, num_cpus: int) -> int:
     """Return the number of worker processes: as given, or one per CPU, if there is enough memory."""
     num_proc = given
     if num_proc is None:
-        num_proc = resources.environment_number("DATASET_NUM_PROC")
+        num_proc = environment_number("DATASET_NUM_PROC")
     if num_proc is None:
         fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + _ENCODER_BYTES)
         num_proc = max(1, min(num_cpus, fitting))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings
 from shardprep.option_flags import add_flags_of
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.resources import InputSettings, WorkerSettings, allowed_cpus, bind_to, worker_settings
+from preprocess.make.resources import allowed_cpus, bind_to
+from preprocess.make.settings import InputSettings, WorkerSettings, worker_settings
 from shardprep import errors, files
 from shardprep.console import (
     counted,

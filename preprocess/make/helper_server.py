@@ -19,7 +19,7 @@ from preprocess.make.encoding import BatchEncoder, read_blanked_of
 from preprocess.make.engine import Engine
 from preprocess.make.fast import FastTokenizer
 from preprocess.make.layout import BatchLayout
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings
 from preprocess.make.stretches import Job
 from preprocess.read.documents import DocumentBatch, DocumentReader
 from shardprep.errors import ShardprepError, Stopped

@@ -34,7 +34,7 @@ from preprocess.make.helper_server import (
     SentBatch,
 )
 from preprocess.make.pieces import EncodedBatch
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings
 from preprocess.make.stretches import Job
 from preprocess.read.documents import DocumentBatch
 from preprocess.read.transform import bounded_reason

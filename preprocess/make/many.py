@@ -13,10 +13,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from preprocess.make import resources
+from preprocess.make import resources, shared_work
 from preprocess.make.log_lines import done_line
 from preprocess.make.parts import ShardQueue
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings
 from preprocess.make.worker import Worker
 from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
@@ -211,7 +211,7 @@ def _are_shared(plan: Plan, settings: WorkerSettings, todo: Collection[int], num
         return False
     num_cpus = num_processes // len(todo)
     shares = _with_memory(settings, num_cpus)
-    return all(resources.num_helpers(plan, plan.shard(each), shares, num_cpus) for each in todo)
+    return all(shared_work.num_helpers(plan, plan.shard(each), shares, num_cpus) for each in todo)
 
 
 def _with_memory(settings: WorkerSettings, num_processes: int) -> WorkerSettings:

@@ -1,4 +1,4 @@
-"""The CPUs and memory that a task may use, and the settings of a worker, which do not change the output.
+"""The CPUs and memory that a task may use.
 
 CPUs and memory follow from Slurm's variables and from what the kernel allows: the affinity mask, and the
 limits of cgroups and ``ulimit -v``.
@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import resource
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardprep.errors import UsageError
-from shardprep.format.plan import Plan, PlannedShard
-from shardprep.format.plan_options import BAD_HELP, ENGINE_HELP, INPUT, TEXT, TOKENS, EngineName
-from shardprep.option import option
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # of a worker with Llama 3's vocabulary, before its first document
 _ADDRESS_BYTES = 700 << 20  # address space that a worker reserves and does not use; with 200 some fail
 _M_ARENA_MAX = -8  # from glibc's malloc.h
 _NUM_HEAPS = 2
-_MOST_RENDERERS = 8
-_RENDERER_BYTES = 250 << 20  # of a process that renders, with transformers
 MEMORY_PER_BATCH_BYTE = 200  # for text, ids and tar blocks of three batches at once
 
 
@@ -131,98 +123,3 @@ def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
         folder = base / name.lstrip("/")
         files += [parent / file for parent in (folder, *folder.parents) if parent.is_relative_to(base)]
     return files
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputSettings:
-    """Where the input of a plan is now. Each field is a flag of the commands that read it."""
-
-    input_dir: Path | None = option(
-        None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
-    )
-    transform: Path | None = option(
-        None, "the file of the plan's --transform, unchanged; required if the plan has one", group=TEXT
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings(InputSettings):
-    """Each field is a flag of ``--shard_id N`` and of ``run``."""
-
-    engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
-    max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
-    memory_gb: float | None = option(
-        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group="resources"
-    )
-    again: bool = option(False, "make shards again that are done, such as damaged ones", group="resources")
-    max_batch_documents: int | None = option(None)  # from DATASET_BATCH_SIZE; not a flag
-    stretch_bytes: int | None = option(None)  # from SHARDPREP_STRETCH_BYTES; not a flag
-
-    def __post_init__(self) -> None:
-        if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
-            raise UsageError.of_value("--memory_gb", self.memory_gb, "more than 0, and a number")
-
-
-def environment_number(name: str) -> int | None:
-    """Return an environment variable that is a positive integer, None if it is not set. Raises UsageError."""
-    text = os.environ.get(name, "")
-    if text and not (text.isdigit() and int(text)):
-        raise UsageError.of_value(name, text, "an integer of 1 or more in the environment")
-    return int(text) if text else None
-
-
-def worker_settings(given: dict[str, Any]) -> WorkerSettings:
-    """Return the worker's options: ``given``, else from DATASET_[WRITER_]BATCH_SIZE, else the defaults."""
-    numbers = map(environment_number, ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"))
-    settings = {"memory_gb": min(memory_limits().values()) / 2**30, **given}
-    settings["stretch_bytes"] = environment_number("SHARDPREP_STRETCH_BYTES")
-    return WorkerSettings(max_batch_documents=min(filter(None, numbers), default=None), **settings)
-
-
-# Helpers. ------------------------------------------------------------------------------------------------
-
-# Input that a helper reads at once. The batches of a stretch must fit into its shared memory: short
-# documents take 22 times their text in a tar.
-_DOCUMENT_STRETCH_BYTES = 1 << 20
-_ROW_STRETCH_BYTES = 4 << 20
-_HELPER_BYTES = 160 << 20  # of memory
-# Two helpers are as fast as threads for some 100 MB and faster for more, while three are faster at once:
-# benchmarks/results.md#cores-of-a-task.
-_LEAST_BYTES_OF_TWO = 128 << 20
-_FEWEST_HELPERS = 2
-_LEAST_HELPER_SHARE = 8  # stretches per helper; for fewer, the helpers' start is too long
-
-
-def stretch_bytes(plan: Plan, settings: WorkerSettings) -> int:
-    """Return how much of a shard a helper gets at once."""
-    if settings.stretch_bytes is not None:
-        return settings.stretch_bytes
-    return _ROW_STRETCH_BYTES if plan.options.has_rows else _DOCUMENT_STRETCH_BYTES
-
-
-def num_renderers(settings: WorkerSettings, num_cpus: int) -> int:
-    """Return how many processes should render conversations: one for two CPUs, as the others encode.
-
-    Rendering takes some 40 % of the work on conversations. Each further process takes 2.5 s to start.
-    """
-    number = min(num_cpus // 2, _MOST_RENDERERS)
-    if settings.memory_gb is not None:
-        number = min(number, (int(settings.memory_gb * 2**30) - PROCESS_BYTES) // _RENDERER_BYTES)
-    return max(number, 1)
-
-
-def num_helpers(plan: Plan, shard: PlannedShard, settings: WorkerSettings, num_cpus: int) -> int:
-    """Return how many helpers should share the work on a shard: one per CPU, or 0 if threads are as fast.
-
-    For small shards helpers take too long to start. A limit of documents is counted in order, and
-    conversations are rendered by a process of their own, so such shards have none.
-    """
-    if num_cpus < _FEWEST_HELPERS or shard.max_documents is not None or plan.options.is_chat:
-        return 0
-    number = min(num_cpus, shard.num_bytes // (_LEAST_HELPER_SHARE * stretch_bytes(plan, settings)))
-    if settings.memory_gb is not None:
-        spare_bytes = int(settings.memory_gb * 2**30) - PROCESS_BYTES
-        number = min(number, spare_bytes // _HELPER_BYTES)
-    if number == _FEWEST_HELPERS and shard.num_bytes < _LEAST_BYTES_OF_TWO:
-        return 0
-    return number if number >= _FEWEST_HELPERS else 0

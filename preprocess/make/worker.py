@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 import shardprep
-from preprocess.make import resources
+from preprocess.make import resources, shared_work
 from preprocess.make.attempt import clean_if_done
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.encoding import BatchEncoder, read_blanked_of
@@ -26,7 +26,7 @@ from preprocess.make.in_order import in_order
 from preprocess.make.layout import BatchLayout
 from preprocess.make.log_lines import done_line, input_line
 from preprocess.make.pieces import EncodedBatch
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.settings import WorkerSettings
 from preprocess.make.stretches import jobs_of
 from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentReader, advice_about
@@ -109,7 +109,7 @@ class Worker:
         self.num_cpus = num_cpus
         num_helpers = 0
         if first_shard is not None:
-            num_helpers = resources.num_helpers(plan, first_shard, settings, num_cpus)
+            num_helpers = shared_work.num_helpers(plan, first_shard, settings, num_cpus)
         # Helpers read the input themselves, each with a reader of its own.
         self._reader: DocumentReader | None = None
         if not num_helpers:
@@ -118,7 +118,7 @@ class Worker:
             from preprocess.read import chat
 
             chat.check_chat_versions(plan.options.chat_versions)
-            chat.use_processes(resources.num_renderers(settings, num_cpus))
+            chat.use_processes(shared_work.num_renderers(settings, num_cpus))
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
         # With little memory, batches are smaller and fewer threads encode: three batches take 0.6 GB.
@@ -246,7 +246,7 @@ class Worker:
     def _encoded(self, shard: PlannedShard, encoder: BatchEncoder) -> Generator[EncodedBatch, None, None]:
         """Yield the encoded batches of a shard in order, from helpers or from threads of this process."""
         if self._helpers is not None:
-            size = resources.stretch_bytes(self.plan, self.settings)
+            size = shared_work.stretch_bytes(self.plan, self.settings)
             jobs = jobs_of(shard, self.plan.options, size, self._batch_bytes)
             return self._helpers.encoded(shard.shard_id, jobs)
         assert self._reader is not None  # it has one if it has no helpers

@@ -3,7 +3,7 @@
 Each field of ``PlanOptions`` or ``PrepConfig`` with a help text is a flag of ``plan``. Its ``option(...)``
 declares the default, the help and further facts. The command line, the checks of values, plan.json, the
 plan's id, messages about differences and docs/commands.md are built from these fields. Options of a single
-process, which change no byte, are in ``preprocess/make/resources.py``.
+process, which change no byte, are in ``preprocess/make/settings.py``.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_a_shard_has_the_same_bytes_however_many_processes_render(tmp_path: Path
     records = [*RECORDS, {"messages": [QUESTION]}, *RECORDS[:3]]
     worlds = [world_of(tmp_path / name, "Qwen 3", records) for name in ("one", "several")]
     planned(worlds[0], learn="each").run()
-    with mock.patch("preprocess.make.resources.num_renderers", return_value=number):
+    with mock.patch("preprocess.make.shared_work.num_renderers", return_value=number):
         planned(worlds[1], learn="each").run()
     assert left_out(worlds[0]) == left_out(worlds[1]) == [(len(RECORDS), "no_assistant")]
     one, several = (world.contents() for world in worlds)
@@ -200,7 +200,7 @@ def test_of_several_conversations_over_a_limit_the_first_one_is_named(tmp_path: 
     world = world_of(tmp_path, "Qwen 3", [*RECORDS, bomb, *RECORDS, bomb])
     template = world.tokenizer / "chat_template.jinja"
     template.write_text("{% if size %}{{ 'x' * size }}{% endif %}" + template.read_text(encoding="utf-8"))
-    with mock.patch("preprocess.make.resources.num_renderers", return_value=2):
+    with mock.patch("preprocess.make.shared_work.num_renderers", return_value=2):
         planned(world_of(tmp_path / "first", "Qwen 3", RECORDS)).run()
     ended = world.try_plan(record="chat", seq_len=4096, num_shards=1)
     place = sum(len(json.dumps(each, ensure_ascii=False).encode()) + 1 for each in RECORDS)

@@ -68,4 +68,4 @@ def _rank_from(environ: Mapping[str, str]) -> ProcessRank | None:
     found = find_launch(environ, otherwise=_OR_PASSED, launchers=_LAUNCHERS)
     if found is None:
         return None
-    return ProcessRank(rank=found.rank, world_size=found.num_processes, source=found.source)
+    return ProcessRank(rank=found.rank, world_size=found.num_processes, source=found.said_by)

@@ -35,7 +35,7 @@ class Launch:
 
     rank: int
     num_processes: int
-    source: str  # the variables, such as "RANK/WORLD_SIZE"
+    said_by: str  # the variables, such as "RANK/WORLD_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _tasks_per_node(text: str) -> list[int]:
 def _launch(environ: Mapping[str, str], rank_name: str, size_name: str) -> Launch:
     rank = _number(environ, rank_name)
     num_processes = _number(environ, size_name)
-    return Launch(rank=rank, num_processes=num_processes, source=f"{rank_name}/{size_name}")
+    return Launch(rank=rank, num_processes=num_processes, said_by=f"{rank_name}/{size_name}")
 
 
 def _is_task_of_srun(environ: Mapping[str, str], otherwise: str) -> bool:

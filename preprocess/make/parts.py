@@ -85,9 +85,9 @@ def find_part(given: str | None, environ: Mapping[str, str], *, shares_array: bo
             return Part()
         return Part(number=array.number, num_parts=array.num_tasks, said_by=_OF_ARRAY)
     if not 0 <= launch.rank < launch.num_processes:
-        found = f"process {launch.rank} of {launch.num_processes} (from {launch.source})"
+        found = f"process {launch.rank} of {launch.num_processes} (from {launch.said_by})"
         raise UsageError(found=found, expected="numbers from 0 on; or name them: --part I/N")
-    said_by = launch.source
+    said_by = launch.said_by
     if array.num_tasks > 1:
         said_by = f"{_OF_ARRAY}, {said_by}"
     return Part(

@@ -26,7 +26,7 @@ def allowed_cpus(*, offset: int, num_processes: int = 1) -> list[int]:
     """Return the CPUs to use: the ``offset``-th group of SLURM_CPUS_PER_TASK in the affinity mask, or all.
 
     The mask is the whole node if Slurm counts CPUs but does not bind tasks to them. Without the variable,
-    each of the ``num_processes`` of a launch on this node gets its part of the node's CPUs.
+    each of the ``num_processes`` of a launch on this node gets its share of the node's CPUs.
     """
     cpus = sorted(os.sched_getaffinity(0))
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")

@@ -192,7 +192,7 @@ class Worker:
                 counts = batch.counts
                 amounts = {"documents": counts.num_documents, "tokens": counts.num_tokens}
                 progress(counts.num_bytes, amounts)
-                del batch  # free its part of the tar, up to 11 MB, before the next batch
+                del batch  # free its bytes of the tar, up to 11 MB, before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
             unblanked_sha256 = None if blanked is None else blanked.unblanked_sha256
             return writer.commit(self._facts_since(begin), unblanked_sha256=unblanked_sha256)

@@ -25,7 +25,9 @@ PUBLIC_MODULES = {
     "loader.other_loaders",
 }
 # The doors of docs/architecture.md have tests of their own, too.
-PUBLIC_NAMES = {"main", "COMMANDS", "DataFolder", "has_bounded_cost"}
+PUBLIC_NAMES = {
+    "main", "COMMANDS", "DataFolder", "has_bounded_cost", "AttemptMark", "end_other_attempts",
+}  # fmt: skip
 # Modules that read and write nothing have tests of their own, in a file of their name.
 PURE_MODULES = {
     "loader.batch.fields",

@@ -12,10 +12,13 @@ import contextlib
 import os
 import socket
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from shardprep import files, publishing
-from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
+from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes, with_progress
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -29,11 +32,12 @@ from shardprep.format import manifest as manifests
 from shardprep.format.blanked import blanked_content, read_blanked
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.excluded import read_excluded, stamps_of_excluded
-from shardprep.format.index import read_index
+from shardprep.format.index import DatasetIndex, merge_manifests, read_index
 from shardprep.format.plan import Plan, read_plan
 from shardprep.format.planned_tokenizer import read_tokenizer, refuse_other_tokenizer
 
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer's files
+_NUM_THREADS = 8  # hashing releases the interpreter's lock
 _MARK = ".index.json.claimed.tmp"  # in the folder of a copy that has no plan yet
 
 
@@ -41,7 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``stage``."""
     parser.description = (
         "Copy a data set to a disk of this node, and compare each shard with its manifest's hash. Pass the "
-        "path of the copy to the loader. Any number of processes may stage at once; existing shards are kept."
+        "path of the copy to the loader. Any number of processes may stage at once. Shards that are there "
+        "are read, and kept if they are equal."
     )
     parser.add_argument("input_shards", metavar="DATA", type=Path, help="the folder of a data set")
     parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder, created if missing")
@@ -65,7 +70,7 @@ def stage(args: argparse.Namespace) -> int:
     done.refuse_found(folder, done.read_findings(folder, plan_id), range(num_shards))
     target.make_folder()
     done.refuse_other_plan(target, plan_id)
-    missing = [n for n in range(num_shards) if done.done_manifest(target, n, plan_id, {}) is None]
+    missing = _missing(folder, target, plan_id, num_shards)
     num_bytes = int((index.column("tar_bytes") + index.column("idx_bytes"))[missing].sum())
     disk = os.statvfs(target)
     free_bytes = disk.f_bavail * disk.f_frsize
@@ -96,6 +101,7 @@ def stage(args: argparse.Namespace) -> int:
             failures.append(error)
             say(f"error: {error}")
     if not failures and folder.status_of(names.INDEX_NAME) is not None:
+        _refuse_other_index(folder, index, target)
         target.publish(names.INDEX_NAME, index.to_json())
     if not failures:
         _remove_mark(target)
@@ -105,6 +111,43 @@ def stage(args: argparse.Namespace) -> int:
     end = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
     print_lines(f"staged {counts}{end}")
     return failures[0].exit_code if failures else 0
+
+
+def _missing(folder: DataFolder, target: DataFolder, plan_id: str, num_shards: int) -> list[int]:
+    """Return the shards that the copy has not, or not with the bytes of DATA's. Reads those that it has."""
+    is_copied = partial(_is_copied, folder, target, plan_id)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        try:
+            are_copied = pool.map(is_copied, range(num_shards))
+            shard_ids = with_progress("comparing", range(num_shards))
+            return [shard_id for shard_id in shard_ids if not next(are_copied)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after a stop signal only those begun end
+
+
+def _is_copied(folder: DataFolder, target: DataFolder, plan_id: str, shard_id: int) -> bool:
+    copied = done.done_manifest(target, shard_id, plan_id, {})
+    if copied is None:
+        return False
+    try:
+        manifest = manifests.read_manifest(folder, shard_id)
+        if replace(copied, run=manifest.run) != manifest:  # such as of the data set before blanking
+            return False
+        manifests.check_sizes(target, manifest)
+        manifests.check_hashes(target, manifest, target.stamp_of(names.tar_name(shard_id)).sha256)
+    except (BrokenShard, MissingShard, *files.NOT_THERE):
+        return False
+    return True
+
+
+def _refuse_other_index(folder: DataFolder, index: DatasetIndex, target: DataFolder) -> None:
+    """Raise BrokenShard if an index has other values than the manifests of the shards that were copied."""
+    shard_ids = range(index.spec.num_shards)
+    merged = merge_manifests(target, (manifests.read_manifest(target, shard_id) for shard_id in shard_ids))
+    if merged.to_json() != index.to_json():
+        path = folder.path_of(names.INDEX_NAME)
+        remedy = commands.on("verify", folder)
+        raise BrokenShard(path=path, found="the index of other shards", remedy=remedy)
 
 
 def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | None) -> None:

@@ -19,6 +19,7 @@ import pytest
 from loader import ReadWriteError, ShardprepError, UsageError, ensure_prepared
 from shardprep.errors import BadInput, Refused
 from tests.children import child, end_of, environ_of_children, is_living
+from tests.forged import rewrite_json
 from tests.held_children import Hold
 from tests.oracle.forms import DataSets
 from tests.waiting import wait_until
@@ -257,18 +258,21 @@ def stage(source: object, node: Path) -> Ended:
     return call_main("stage", source, "--to", node)
 
 
-@pytest.mark.parametrize("suffix", ["tar", "idx", "json"])
-def test_only_incomplete_shards_are_staged_again(sets: DataSets, node: Path, suffix: str) -> None:
+@pytest.mark.parametrize("suffix", ["tar", "idx", "json", "tar, flipped"])
+def test_only_incomplete_or_altered_shards_are_staged_again(sets: DataSets, node: Path, suffix: str) -> None:
     assert stage(sets["concat"], node).code == 0
     assert contents(node) == contents(sets["concat"])
     with open_loader(sets["concat"], seed=3) as plain, open_loader(node, seed=3) as staged:
         assert staged.state_at(7) == plain.state_at(7)
     stamps = {path: path.stat().st_mtime_ns for path in node.glob("shard-*")}
-    path = node / f"shard-00001.{suffix}"
+    path = node / f"shard-00001.{suffix.partition(',')[0]}"
+    content = path.read_bytes()
     if suffix == "json":
         path.unlink()
+    elif "flipped" in suffix:
+        path.write_bytes(content[:700] + bytes([content[700] ^ 1]) + content[701:])
     else:
-        path.write_bytes(path.read_bytes()[:-512])
+        path.write_bytes(content[:-512])
     assert stage(sets["concat"], node).code == 0
     assert contents(node) == contents(sets["concat"])
     changed = {each.name for each, stamp in stamps.items() if each.stat().st_mtime_ns != stamp}
@@ -297,6 +301,16 @@ def test_a_broken_shard_is_not_staged_and_the_others_are(
     assert not (node / "index.json").exists()
     with pytest.raises(ShardprepError):
         open_loader(node)
+
+
+def test_the_index_of_other_shards_of_the_same_plan_is_not_staged(
+    sets: DataSets, tmp_path: Path, node: Path
+) -> None:
+    copied = Path(shutil.copytree(sets["concat"], tmp_path / "copy"))
+    rewrite_json(copied / "index.json", **{"shards.1.5": 0, "shards.1.2": 3})
+    ended = stage(copied, node)
+    assert (ended.code, str(copied / "index.json") in ended.text) == (65, True)
+    assert not (node / "index.json").exists()
 
 
 @pytest.mark.parametrize("content", [b'{"steps": []}', b""])

@@ -232,6 +232,15 @@ def test_verify_tells_a_blanked_data_set_from_the_one_it_was_made_from(made: Mad
         copy.main("verify", copy.data_dir).ends(65, "shard 00001")
 
 
+def test_a_blanked_data_set_replaces_the_copy_of_the_one_before(made: Made, tmp_path: Path) -> None:
+    world, blanked = made("sides")
+    node = World(tmp_path, data_dir=tmp_path / "node")
+    for each in (world, blanked):
+        world.main("stage", each.data_dir, to=node.data_dir).ends(0)
+    assert node.contents() == blanked.contents()
+    node.verify()
+
+
 def test_verify_reads_the_lists_of_blanked_documents(made: Made, tmp_path: Path) -> None:
     copy = made("sides")[1].copy(tmp_path)
     path = copy.data_dir / "blanked/shard-00001.json"

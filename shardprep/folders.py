@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -152,6 +152,10 @@ class Folder:
                     path=path, found=found, expected="no link; put the file or folder itself there"
                 )
         return type(error)(error.errno, error.strerror, str(path))
+
+    def subfolder(self, name: str) -> Folder:
+        """Return a folder below this one, to read many files of it: it is opened once, not for each file."""
+        return _Subfolder(self.path_of(name), partial(self._open_subfolder, name))
 
     # Reading. ---------------------------------------------------------------------------------------------
 
@@ -539,3 +543,16 @@ class Folder:
             os.rmdir(last, dir_fd=parent.fd)
         else:
             os.unlink(last, dir_fd=parent.fd)
+
+
+class _Subfolder(Folder):
+    """A folder below another one. Its path is never followed: a stale descriptor is reached anew."""
+
+    def __init__(self, path: Path, reach: Callable[[], _Handle]) -> None:
+        super().__init__(path, writable=re.compile(r"(?!)"))
+        self._reach_it = reach
+
+    def _opened(self) -> _Handle:
+        if self._handle is None:
+            self._handle = self._reach_it()
+        return self._handle

@@ -142,7 +142,8 @@ def _find_state(
     copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
-    records = attempts.read_attempts(data_dir, plan.plan_id, identity)
+    of_jobs = {job.job_id for each in submissions if each.is_own for job in each.jobs}
+    records = attempts.read_attempts(data_dir, plan.plan_id, identity, of_jobs=of_jobs)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found = None
     queue = Queue()
@@ -160,12 +161,13 @@ def _find_state(
             ids = {job.job_id for each in submissions for job in each.jobs}
             ids |= {record.job_id for record in open_records}
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
-    # Read records and manifests after asking Slurm: a task that it shows as ended has written them by then.
-    listed = {each.path for each in records.own}
-    records.own.clear()  # their memory is free for the same records
-    now = attempts.read_attempts(data_dir, plan.plan_id, identity)
-    records.own = [each for each in now.own if each.path in listed]
-    records.unreadable = [*unreadable, *now.unreadable]
+        # Read records and manifests after asking Slurm: a task that it shows as ended has written them.
+        listed = {each.path for each in records.own}
+        records.own.clear()  # their memory is free for the same records
+        now = attempts.read_attempts(data_dir, plan.plan_id, identity, of_jobs=of_jobs)
+        records.own = [each for each in now.own if each.path in listed]
+        records.unreadable = now.unreadable
+    records.unreadable = [*unreadable, *records.unreadable]
     if found is None or queue.jobs:
         found = find_made_shards(data_dir, plan.spec, known=known, see=see)
     _add_ends(records.own, queue, found)

@@ -21,7 +21,7 @@ import pwd
 import re
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +31,7 @@ from msgspec import Meta, Struct, field
 
 from shardprep import errors
 from shardprep.errors import ShardprepError
+from shardprep.folders import Folder
 from shardprep.format import json_files, names
 from shardprep.format.data_folder import ATTEMPTS_FOLDER, JOBS_FOLDER, LOGS_FOLDER, DataFolder
 from shardprep.format.jobs import TimeStamp, is_own_file
@@ -43,6 +44,7 @@ _MAX_LINE_BYTES = 1 << 20
 # Of all records of this user, and of all those of other users.
 _MAX_ALL_BYTES = 192 << 20  # in memory, about
 _MAX_ALL_LINES = 20_000_000  # which take some 20 s
+MAX_FILES = 100_000  # which take some 5 s; an array has as many tasks at most
 # What is kept of a record takes about as many bytes in memory.
 _BYTES_OF_RECORD = 1024
 _BYTES_OF_SHARD = 12  # its id, and the attempt in the list of the shard
@@ -140,12 +142,13 @@ _NAMES = frozenset(each.encode_name.encode() for each in msgspec.structs.fields(
 class _Allowance:
     """What the records of this user, or those of all others, may still take."""
 
+    num_files: int
     num_bytes: int = _MAX_ALL_BYTES
     num_lines: int = _MAX_ALL_LINES
 
     @property
     def is_used_up(self) -> bool:
-        return min(self.num_bytes, self.num_lines) <= 0
+        return min(self.num_files, self.num_bytes, self.num_lines) <= 0
 
     def takes(self, failure: Failure) -> bool:
         """Subtract a failure. Return whether it may be kept."""
@@ -172,25 +175,43 @@ def folder_identity(folder: DataFolder) -> str:
         raise errors.ReadWriteError(f"{folder} cannot be read: {error.strerror}", path=folder) from None
 
 
-def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> AttemptRecords:
-    """Read all records, one file per attempt that is running or failed. Invalid lines are ignored."""
+def read_attempts(
+    folder: DataFolder,
+    plan_id: str,
+    identity: str = "",
+    *,
+    of_jobs: Collection[str] = (),
+    prefix: str = "",
+) -> AttemptRecords:
+    """Read the records, one file per attempt that is running or failed. Invalid lines are ignored.
+
+    Of this user's records, all of the jobs ``of_jobs`` count and the newest MAX_FILES others; of those of
+    all other users the newest MAX_FILES. ``prefix``: of the names of the records to read.
+    """
     identity = identity or folder_identity(folder)
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
-    own = _Allowance()
-    others = _Allowance()
+    own = _Allowance(num_files=MAX_FILES)
+    others = _Allowance(num_files=MAX_FILES)
+    attempts = folder.subfolder(ATTEMPTS_FOLDER)
     try:
-        listed = folder.names(ATTEMPTS_FOLDER)
+        listed = attempts.names()
     except ShardprepError as error:
         records.unreadable.append(str(error))
         return records
+    listed = [name for name in listed if name.startswith(prefix)]
+    if len(listed) > MAX_FILES:
+        listed = _newest_first(listed, frozenset(of_jobs))
     for name in listed:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
         place = f"{ATTEMPTS_FOLDER}/{name}"
         path = folder.path_of(place)
+        is_wanted = name.partition("_")[0] in of_jobs
         try:
-            content, status = folder.read_with_status(place, max_bytes=_MAX_RECORD_BYTES)
+            if _is_beyond(attempts, name, own, others, is_wanted=is_wanted):
+                continue
+            content, status = attempts.read_with_status(name, max_bytes=_MAX_RECORD_BYTES)
         except FileNotFoundError:  # all its shards were made since the listing
             continue
         except ShardprepError as error:
@@ -198,8 +219,8 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
             continue
         is_own = is_own_file(status)
         allowance = own if is_own else others
-        if allowance.is_used_up:
-            continue
+        if not (is_own and is_wanted):
+            allowance.num_files -= 1
         allowance.num_lines -= content.count(b"\n")
         record = _record_of(content, allowance)
         if record is None or record.plan_id != plan_id or record.identity != identity:
@@ -214,12 +235,42 @@ def read_attempts(folder: DataFolder, plan_id: str, identity: str = "") -> Attem
             record.log = log if os.path.dirname(log) == logs else ""  # noqa: PTH120
         records.own.append(record)
     if own.is_used_up or others.is_used_up:
-        found = f"more than {_MAX_ALL_BYTES >> 20} MiB or {_MAX_ALL_LINES} lines, of which the first count"
+        found = f"more than {_MAX_ALL_BYTES >> 20} MiB, {_MAX_ALL_LINES} lines or {MAX_FILES} files"
+        found += ", of which the newest count"
         expected = "less; move records of old attempts away"
         path = folder.path_of(ATTEMPTS_FOLDER)
         records.unreadable.append(str(errors.BrokenShard(path=path, found=found, expected=expected)))
     records.own.sort(key=lambda each: (each.began, each.path))
     return records
+
+
+def _newest_first(listed: list[str], of_jobs: Collection[str]) -> list[str]:
+    """Return names of records, those of some jobs first, then by number of the job or time of ``run``."""
+    wanted: list[str] = []
+    numbered: list[tuple[int, str]] = []
+    for name in listed:
+        job, _, _ = name.partition("_")
+        if job in of_jobs:
+            wanted.append(name)
+        else:
+            # Of a ``run`` it is in ms since 1970: such records come first.
+            number = job if job.isdecimal() else name.rpartition(".")[2]
+            numbered.append((int(number) if number.isdecimal() else 0, name))
+    numbered.sort(reverse=True)
+    return wanted + [name for _, name in numbered]
+
+
+def _is_beyond(attempts: Folder, name: str, own: _Allowance, others: _Allowance, *, is_wanted: bool) -> bool:
+    """Return whether a record is one too many: of this user, or of all others. Raises as ``Folder``."""
+    if not own.is_used_up and not others.is_used_up:
+        return False
+    status = attempts.status_of(name)
+    if status is None:
+        return True
+    if is_own_file(status):
+        is_only_many = own.num_files <= 0 and min(own.num_bytes, own.num_lines) > 0
+        return own.is_used_up and not (is_wanted and is_only_many)
+    return others.is_used_up
 
 
 def _record_of(content: bytes, allowance: _Allowance) -> AttemptRecord | None:
@@ -294,9 +345,7 @@ def bad_inputs_of_job(folder: DataFolder, plan_id: str) -> dict[int, Failure]:
     found: dict[int, Failure] = {}
     if start is None:
         return found
-    for each in read_attempts(folder, plan_id).own:
-        if not each.name.rpartition("/")[2].startswith(start[0]):
-            continue
+    for each in read_attempts(folder, plan_id, prefix=start[0]).own:
         bad = [
             failure for failure in each.failures.values() if failure.exit_code == errors.BadInput.exit_code
         ]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -244,6 +245,36 @@ def test_records_of_jobs_take_status_no_more_memory_than_they_are_worth(
     work = partial(_code_of, world, ["status", world.data_dir, "--json"])
     found = ForkedRun(work, memory_bytes=100 << 20).end()
     assert (found.how, found.code) == ("ended", 0)
+
+
+def test_of_very_many_records_the_newest_and_those_of_own_jobs_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of others use up nothing of this user's. The folder is not opened for each."""
+    world = World(tmp_path).raw({"a.txt": "\n".join(map(str, range(99)))}).plan(num_shards=31)
+    desk = Desk(data=world.data_dir, place=world.data_dir)
+    of_others = range(3, 31, 3) if os.geteuid() == 0 else ()
+    for number in range(1, 31):
+        path = desk.record(f"{number}_{number}", ended(exit_code=74))
+        if number in of_others:
+            os.chown(path, 12345, -1)
+
+    def read() -> set[int]:
+        state = json.loads(world.main("status", world.data_dir, json=True).ends(0).out)
+        failed: set[int] = set()
+        for words in state["failed"].split(","):
+            first, _, last = words.partition("-")
+            failed |= {*range(int(first), int(last or first) + 1)}
+        return failed
+
+    with mock.patch.object(os, "open", side_effect=os.open) as opened:
+        assert read() == {*range(1, 31)}
+    assert sum(call.args[0] == "attempts" for call in opened.call_args_list) < 10
+    monkeypatch.setattr("shardprep.format.attempts.MAX_FILES", 5)
+    own = [number for number in range(1, 31) if number not in of_others]
+    assert read() == {*own[-5:], *list(of_others)[-5:]}
+    desk.submitted(array("99"), verify="4")
+    assert {4, *own[-5:]} <= read()
 
 
 VALUES: tuple[Any, ...] = (

@@ -67,7 +67,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
     """
     text = re.sub(r"\s+\(default:\s+(off|none)\)", "", text)
     text = re.sub(
-        r"^  --(\w+), --no-\1\s+", lambda m: f"  --[no-]{m[1]}".ljust(27) + " ", text, flags=re.MULTILINE
+        r"^  --(\w+), --no-\1\s+", lambda m: f"  --[no-]{m[1]}".ljust(26) + "  ", text, flags=re.MULTILINE
     )
     usage, description, *groups = re.split(r"\n\n", text.rstrip("\n"))
     words = " ".join(usage.split()).removeprefix("usage: shardprep ").removesuffix(" [flags]")
@@ -89,10 +89,13 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
             elif words in explained and words.startswith("-"):
                 repeated[explained[words]].append(name_of(words))
         # argparse's default headings say nothing about the flags below them.
-        heads = [] if head in ("options:", "positional arguments:") else [head]
-        if shown or not entries:
-            kept.append("\n".join([*heads, *shown]))
-    section += "\n\n```text\n" + "\n\n".join(kept) + "\n```\n" if kept else "\n"
+        if shown and head not in ("options:", "positional arguments:"):
+            kept.append(f"**{head.rstrip(':')}**")
+        elif not entries:
+            kept.append(_plain(head))
+        if shown:
+            kept.append("\n".join(map(_item, shown)))
+    section += "".join(f"\n\n{part}" for part in kept) + "\n"
     for other, flags in repeated.items():
         own = [name_of(words) for words, of in explained.items() if of == other and words.startswith("-")]
         missing = [name for name in own if name not in flags]
@@ -101,6 +104,18 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
             listed = f"all flags except {', '.join(missing)}" if missing else "all flags"
         section += f"\nThe same as for `{other}`: {listed}.\n"
     return section
+
+
+def _item(entry: str) -> str:
+    """Return an entry of a help as an item of a list, which a phone shows without scrolling sideways."""
+    name, *rest = re.split(r" {2,}|\n\s*", entry.strip(), maxsplit=1)
+    explained = " ".join(" ".join(rest).split())
+    return f"- `{name}`: {_plain(explained)}" if explained else f"- `{name}`"
+
+
+def _plain(text: str) -> str:
+    """Return a text for Markdown, in which none of its characters has a meaning."""
+    return re.sub(r"([\\`*_\[\]])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def name_of(words: str) -> str:

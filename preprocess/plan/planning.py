@@ -297,7 +297,8 @@ def _freeze(
 
     The plan is the last file: tasks that wait for it begin when it is there. Before it (``is_first``) no file
     is replaced, as another planner may have written it. Beside a plan, damaged files are replaced. If this is
-    killed, there is no plan; planning the same again goes on, and planning something else is refused.
+    killed, there is no plan, and planning again goes on. A tokenizer, function or list that it left must be
+    equal to the new one, or else is refused by its name.
     """
     if is_first:
         resolved.publish_first(folder)

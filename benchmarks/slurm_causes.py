@@ -1,6 +1,6 @@
 """Disturb tasks on a real Slurm, and check the cause that ``shardprep status`` shows.
 
-    python benchmarks/slurm_causes.py            as root, some six minutes; it starts its own cluster
+    python benchmarks/slurm_causes.py            as root, some eight minutes; it starts its own cluster
 
 Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed while
 its Python goes on, DATA/jobs is emptied, and the folder of the logs is full. This prints a table of what was

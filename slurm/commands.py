@@ -87,14 +87,6 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
     clusters = os.environ.get("SLURM_CLUSTERS", "")
     if "," in clusters or clusters == "all":
         raise UsageError.of_value("SLURM_CLUSTERS", clusters, "one cluster, for submissions and for status")
-    # Drop variables that change a command's options or output, or that describe an allocation. Ask for times
-    # in UTC, because users may be in several time zones; jobs keep the time zone of their user.
-    dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
-    kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
-    environ = {name: os.environ[name] for name in kept}
-    environ |= {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
-    if command[0] != "sbatch":
-        environ["TZ"] = "UTC0"
     try:
         done = subprocess.run(
             command,
@@ -104,7 +96,7 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
             errors="replace",
             check=False,
             timeout=120,
-            env=environ,
+            env=_environment(command[0]),
         )
     except OSError as error:
         found = f"cannot be run here ({error.strerror})"
@@ -113,22 +105,40 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
     except subprocess.TimeoutExpired:
         raise SlurmAway(found=f"{command[0]} did not answer in 120 s", **_IS_IT_UP) from None
     if done.returncode:
-        words = " ".join((done.stderr or done.stdout).split())
-        if _FULL.search(words):
-            found = f"{command[0]} refused: {words}. Slurm's queue is full (MaxJobCount); no job is too large"
-            expected = "room in the queue: try again later, or send fewer tasks: --shards_per_task"
-            raise SlurmFull(found=found, expected=expected)
-        if _FULL_OF_OWN.search(words):
-            found = (
-                f"{command[0]} refused: {words}. You, your account or QOS have too many jobs (MaxSubmitJobs)"
-            )
-            expected = "fewer of them: try again when some have ended, or send fewer tasks: --shards_per_task"
-            raise SlurmFull(found=found, expected=expected)
-        if _AWAY.search(words) and "known by database" not in words:  # the latter is a wrong SLURM_CLUSTERS
-            hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP
-            raise SlurmAway(found=f"{command[0]} got no answer: {words}", **hint)
-        raise SlurmRefused(found=f"{command[0]} refused: {words}")
+        raise _refusal(command[0], " ".join((done.stderr or done.stdout).split()))
     return done
+
+
+def _environment(command: str) -> dict[str, str]:
+    """Return the environment for a command.
+
+    Without variables that change a command's options or output, or that describe an allocation. Times are in
+    UTC, because users may be in several time zones; jobs keep the time zone of their user.
+    """
+    dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = [name for name in os.environ if name in _KEPT or not name.startswith(dropped)]
+    environ = {name: os.environ[name] for name in kept}
+    environ |= {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    if command != "sbatch":
+        environ["TZ"] = "UTC0"
+    return environ
+
+
+def _refusal(command: str, words: str) -> SlurmRefused | SlurmAway:
+    """Return the error for what a command printed as it failed."""
+    refused = f"{command} refused: {words}"
+    if _FULL.search(words):
+        found = f"{refused}. Slurm's queue is full (MaxJobCount); no job is too large"
+        expected = "room in the queue: try again later, or send fewer tasks: --shards_per_task"
+        return SlurmFull(found=found, expected=expected)
+    if _FULL_OF_OWN.search(words):
+        found = f"{refused}. You, your account or QOS have too many jobs (MaxSubmitJobs)"
+        expected = "fewer of them: try again when some have ended, or send fewer tasks: --shards_per_task"
+        return SlurmFull(found=found, expected=expected)
+    if _AWAY.search(words) and "known by database" not in words:  # the latter is a wrong SLURM_CLUSTERS
+        hint = {**_IS_IT_UP, "expected": _CLOCKS} if "Zero Bytes" in words else _IS_IT_UP
+        return SlurmAway(found=f"{command} got no answer: {words}", **hint)
+    return SlurmRefused(found=refused)
 
 
 def seconds_of(text: str) -> int | None:

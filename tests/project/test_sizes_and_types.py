@@ -273,7 +273,7 @@ def test_of_very_many_records_the_newest_and_those_of_own_jobs_are_read(
     monkeypatch.setattr("shardprep.format.attempts.MAX_FILES", 5)
     own = [number for number in range(1, 31) if number not in of_others]
     assert read() == {*own[-5:], *list(of_others)[-5:]}
-    desk.submitted(array("99"), verify="4")
+    desk.submitted(array("99", tasks=["0"]), verify="4")
     assert {4, *own[-5:]} <= read()
 
 

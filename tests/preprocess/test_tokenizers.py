@@ -308,6 +308,7 @@ def test_the_tokenizer_of_a_data_set_loads_as_the_one_that_made_its_shards(tmp_p
     assert ("tokenizer.json alone" in told) == (ids != own_ids)
     if ids != own_ids:
         assert str(values["tokenizer_class"]) in told
+    if ids != own_ids and (TAKES_ALL or kind.startswith("Llama")):  # this plan takes 2 s
         edit(model / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
         shutil.rmtree(model / "additional_chat_templates")
         plain = World(tmp_path / "plain", tokenizer=model, raw_dir=world.raw_dir)

@@ -257,7 +257,7 @@ ENVIRON = environ_of_children(TOKENIZERS_PARALLELISM="false")
 
 @pytest.fixture(scope="module")
 def training_desk(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with MODEL (a Llama and tokenizer), RAW (0.9 M tokens), and three small data sets to mix."""
+    """A folder with MODEL (a Llama and tokenizer), RAW (0.3 M tokens), and three small data sets to mix."""
     folder = tmp_path_factory.mktemp("a desk")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -268,7 +268,7 @@ def training_desk(model_dir: Path, sample_dir: Path, tmp_path_factory: pytest.Te
     LlamaForCausalLM(config).save_pretrained(folder / "MODEL")
     texts = sorted(sample_dir.glob("*.txt"))
     (folder / "RAW").mkdir()
-    for number in range(12):
+    for number in range(4):
         for text in texts:
             shutil.copy(text, folder / "RAW" / f"{number}_{text.name}")
     for number, name in enumerate(("web", "code", "books")):

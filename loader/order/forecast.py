@@ -54,9 +54,9 @@ class StageForecast:
 class RunForecast:
     """What a run delivers in its first steps, by source and by stage."""
 
-    num_steps: int
+    num_steps: _Size
     sources: tuple[SourceForecast, ...]
-    stages: tuple[StageForecast, ...]
+    stages: Annotated[tuple[StageForecast, ...], Meta(min_length=1)]
 
 
 class _Unused(NamedTuple):

@@ -25,7 +25,8 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [(0, value)]
     try:
-        stages = [(whole_number(name, step, least=0, most=MAX_STAGE_STEP), held) for step, held in value]
+        step_name = f"a step of {name}"
+        stages = [(whole_number(step_name, step, least=0, most=MAX_STAGE_STEP), held) for step, held in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and the value from it on") from None
     steps = [step for step, _ in stages]

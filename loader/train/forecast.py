@@ -207,7 +207,7 @@ def _read_lines(found: Forecast) -> Iterator[str]:
     yield line("  memory of windows", (short_bytes(node.window_bytes) for node in nodes))
     yield line("  memory of idx", (short_bytes(node.idx_bytes) for node in nodes))
     yield f"all nodes, in the whole run: {short_bytes(found.run_bytes)} read"
-    fits = (
-        "" if found.fits_disk is None else f", which {'fits' if found.fits_disk else 'does not fit'} --disk"
-    )
+    fits = ""
+    if found.fits_disk is not None:
+        fits = ", which fits --disk" if found.fits_disk else ", which does not fit --disk"
     yield f"a copy by 'stage': {short_bytes(found.staged_bytes)} on each node{fits}"

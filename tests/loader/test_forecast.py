@@ -151,6 +151,8 @@ def test_a_proxy_repeats_each_source_as_often_as_its_run(
     large = call_main("forecast", *words, *shape, "--num_steps", 1000, "--json").out
     (tmp_path / "run.json").write_text(large)
     call_main("forecast", *words[1:], "--like", tmp_path / "run.json").ends(2, "--like")  # other data
+    (tmp_path / "cut.json").write_text(json.dumps({**json.loads(large), "stages": []}))
+    call_main("forecast", *words, "--like", tmp_path / "cut.json").ends(2, "cut.json")
     smaller = [] if step_samples is None else ["--global_batch_size", step_samples]
     words += ["--like", tmp_path / "run.json", "--scale", "0.34", *smaller]
     found = json.loads(call_main("forecast", *words, "--json").out)

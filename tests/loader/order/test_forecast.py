@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -68,6 +69,11 @@ def delivered_by(run: Run, num_steps: int) -> tuple[dict[str, Counter[int]], dic
     """Return how often each sample is delivered, and the first step of each source's second epoch."""
     seen = {source.name: Counter[int]() for source in run.sources}
     second: dict[str, int] = {}
+
+    @cache
+    def window_of(number: int, epoch: int, slot: int, start: int, end: int) -> Int64s:
+        return run.sources[number].order.samples_of(epoch, range(slot, slot + 1), start, end, lengths_of)
+
     slots = range(run.order.num_slots)
     for step in range(num_steps):
         begin = run.tick_of(Position(step))
@@ -81,7 +87,7 @@ def delivered_by(run: Run, num_steps: int) -> tuple[dict[str, Counter[int]], dic
                 done = int(round_.taken[number] + (pattern[slot, :within] == number).sum())
                 epoch, source_tick = divmod(done, source.order.ticks_per_epoch)
                 start, end = next(source.order.windows(source_tick))
-                samples = source.order.samples_of(epoch, range(slot, slot + 1), start, end, lengths_of)
+                samples = window_of(int(number), epoch, slot, start, end)
                 is_filler = source.order.is_filler(source_tick, range(slot, slot + 1))
                 if is_filler is None or not is_filler.any():
                     seen[source.name].update(samples[:, source_tick - start].tolist())

@@ -1,5 +1,7 @@
 """Open shards, and read the bytes of any set of samples: neighbours in one read, each byte once.
 
+The file is long as a read is one path, top to bottom: look up records, check places, join neighbours, fill.
+
 Opening a shard checks sizes and headers, and reads a small idx whole. A large idx is read in parts, as they
 are needed. Failed reads are retried.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.plan.mending import (
+    FUNCTION,
     command_to_lines,
     flags_for_all,
     flags_of,
@@ -65,6 +66,7 @@ class Look(NamedTuple):
     problem: BadInput | None = None  # nothing can be made of the file
     flags: tuple[str, ...] = ()  # of plan, that mend it
     pipe: str = ""  # commands that make JSON lines of the file's text
+    needs_function: bool = False  # whether the text of these lines needs --transform
     note: str = ""  # for people, told once for all files
 
 
@@ -134,10 +136,15 @@ def _look_at_json(path: Path, samples: Sequence[Sample], codec: str, fields: Tex
             problem = problem_of_json(path, beginning)
             inside = records_inside(beginning)
             flags: tuple[str, ...] = ()
+            needs_function = False
             if all(isinstance(fields.text(record), UnusableText) for record in inside):
                 later = problem_of_fields(path, inside, fields.options)
                 flags = flags_of(later) if later is not None else ()
-            return Look(names=frozenset(names), problem=problem, flags=flags, pipe=pipe)
+                if later is not None and later.remedy == FUNCTION:
+                    problem.advise(f"then {later.advice}")
+                    needs_function = True
+            look = Look(names=frozenset(names), problem=problem, flags=flags, pipe=pipe)
+            return look._replace(needs_function=needs_function)
     if fields.is_chat and not (_OF_FIELDS | {"preference_pair"}).isdisjoint(reasons):
         return Look(names=frozenset(names))  # planning's own sample says more about forms of conversations
     unfit = None
@@ -252,7 +259,9 @@ def refuse_unusable(input_dir: Path, files: Sequence[tuple[InputFile, Look]], op
     pipes = {each.file.path: each.look.pipe for each in unusable if each.look.pipe}
     if pipes:
         error.remedy = command_to_lines(input_dir, pipes, options, most=_NUM_FILES_SHOWN)
-        is_all_mended = all(each.look.pipe or each.look.flags for each in unusable)
+        is_all_mended = all(
+            (each.look.pipe or each.look.flags) and not each.look.needs_function for each in unusable
+        )
         again = ""
         if is_all_mended and (flags or not all_flags) and not is_by_name(options):
             again = commands.plan_again(flags)

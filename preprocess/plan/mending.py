@@ -29,6 +29,7 @@ _LIST_IN_OBJECT = re.compile(r'"([^"\\]+)"\s*:\s*\[\s*\{')
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _LONG_NUMBER = re.compile(r"[:\[,]\s*-?\d{16,}\s*[,\]}]")
 _WHITE_SPACE = re.compile(r"\s")
+FUNCTION = "--transform FILE"
 _FIELD_FLAG = "--text_field "
 _AUTO = "--encoding auto"
 
@@ -230,9 +231,7 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
         return None
     if any(isinstance(record.get("html"), bytes) for record in records):
         advice = "plan with --transform FILE, whose function takes the text out of record['html']"
-        return BadInput(
-            path=path, found="web pages", expected="texts", advice=advice, remedy="--transform FILE"
-        )
+        return BadInput(path=path, found="web pages", expected="texts", advice=advice, remedy=FUNCTION)
     fields = ", ".join(printable(name) for name in list(num_chars)[:_NUM_FIELDS_SHOWN])
     if flags:  # what a conversation has beside its messages is no text
         for name in (options.tools_field, options.documents_field):
@@ -246,7 +245,7 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
     if listed and not flags and listed[0][1] > max(num_chars.values()):
         inside = "".join(f"[{name!r}]" for name in listed[0][0].split("."))
         problem.advise(f"plan with --transform FILE, whose function joins the texts in record{inside}")
-        problem.remedy = "--transform FILE"
+        problem.remedy = FUNCTION
         return problem
     flags += [_FIELD_FLAG + shlex.quote(name) for name, number in num_chars.most_common(1) if number]
     if not flags:

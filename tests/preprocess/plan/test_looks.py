@@ -42,6 +42,11 @@ WRONG: dict[str, tuple[str, bytes, list[str]]] = {
         b'{"id": 1, "content": "a text"}\n' * 9,
         ["id, content", "--text_field content"],
     ),
+    "texts in a list of records in an object": (
+        "w.json",
+        json.dumps({"data": [{"id": "a", "paragraphs": [{"form": "a text"}]}]}, indent=1).encode(),
+        ["jq -cn 'inputs | .data[]'", "--transform FILE", "record['paragraphs']"],
+    ),
     "texts in a list": (
         "w.jsonl",
         b'{"id": "of a", "files": [{"code": "def f(): return 1"}, {"code": "x = 2"}]}\n' * 9,

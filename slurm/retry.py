@@ -102,7 +102,7 @@ def _groups_to_retry(
     notes: dict[str, list[int]] = {}
     for shard in again:
         request, note = _request_after(shard, base, changes, site)
-        groups.setdefault(request.changed(**changes), []).append(shard.shard_id)
+        groups.setdefault(request, []).append(shard.shard_id)
         if note:
             notes.setdefault(note, []).append(shard.shard_id)
     for note, noted in notes.items():
@@ -173,15 +173,17 @@ def _request_after(
 ) -> tuple[JobRequest, str]:
     """Return the request of the last attempt, with more of what ran out, and what to say about it, or "".
 
-    The user's ``changes`` count first: another partition has other limits.
+    The user's ``changes``, which ``base`` has already, are made first: another partition has other limits, and
+    ``more_memory`` adds to the user's worker_args.
     """
     attempts = own_attempts(shard)
     if not attempts:
         return base, ""
     last = attempts[-1]
     array = last.array
-    request = _without_dependency(last.request) if last.request else base
-    request = request.changed(**changes)
+    request = base
+    if last.request:
+        request = _without_dependency(last.request).changed(**changes)
     cause = last.cause(shard.shard_id)
     note = ""
     has_answer = any(name in changes for name in MEMORY_FIELDS)

@@ -245,6 +245,16 @@ def test_a_retry_asks_for_what_is_allowed_and_says_what_else_helps(
         assert "if [[ $shards = * ]]" in shown, "also for one shard, as only run has this flag"
 
 
+def test_a_retry_with_other_worker_args_starts_fewer_processes_too(desk: Desk) -> None:
+    """The user's words and those that the failure asks for are both there."""
+    site(desk, limit="5:00")
+    desk.submitted(array(request={"cpus_per_task": "node"}, tasks=["0-4"], mem_mb=None))
+    desk.record("1_0", ended(75, stopped_by="OUT_OF_MEMORY"), shards="0-4")
+    shown = desk.slurm("retry", "--dry_run", "--worker_args", "--max_bad_fraction 0.05")
+    assert "starts 2 processes in place of 5" in shown
+    assert "--max_bad_fraction 0.05 --num_proc 2" in shown
+
+
 def test_one_group_that_is_refused_does_not_hold_back_shards_of_other_causes(desk: Desk) -> None:
     desk.submitted(array(request={"time_min": 60}, time_min=60))
     desk.record("1_0", ended(75, stopped_by="TIMEOUT", time=4600))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from typing import Any
 
 from shardprep.console import counted, print_lines, say, shards_text
-from shardprep.errors import ShardprepError
 from shardprep.format import commands
-from shardprep.format import jobs as job_files
-from shardprep.format.data_folder import DataFolder
 from shardprep.format.jobs import JobArray, Submission
 from shardprep.format.names import id_ranges, ids_of_ranges
-from slurm.commands import run_slurm
-from slurm.controller import CONTROLLER_TEXT, other_controllers
+from slurm.controller import CONTROLLER_TEXT
 from slurm.nodes import node_hours, nodes_note
 from slurm.request import SendOptions, request_of
 from slurm.site import Site
@@ -24,36 +18,14 @@ from slurm.submission import JobsToSend
 
 
 def announce(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
-    """Append the submission to the history, and print its jobs. An earlier controller is cancelled."""
-    _append_event(options, state, submission, controller)
+    """Print the jobs of a submission, and what to type next."""
     for array in submission.arrays:
         print_lines(_array_line(array))
     print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
-        before = other_controllers(state)
-        if before:  # two controllers would send failed shards twice
-            with contextlib.suppress(ShardprepError):
-                run_slurm("scancel", *before)
         print_lines(f"job {controller}: {CONTROLLER_TEXT}")
     if not options.wait:
         print_lines(f"next: {commands.on('status', state.folder, '--watch')}")
-
-
-def _append_event(options: SendOptions, state: DatasetState, submission: Submission, controller: str) -> None:
-    sent: set[int] = set()
-    for array in submission.arrays:
-        sent.update(*array.shards_of_tasks())
-    causes = {}
-    for cause, failed in state.failed_by_cause().items():
-        again = sent.intersection(each.shard_id for each in failed)
-        if again:
-            causes[cause] = id_ranges(again)
-    facts: dict[str, Any] = {"jobs": [job.job_id for job in submission.jobs], "causes": causes}
-    if controller:
-        facts["controller"] = controller
-        if options.command == "retry":
-            facts["round"] = options.round or 1
-    job_files.append_event(DataFolder(state.folder), options.command, **facts)
 
 
 def _array_line(array: JobArray) -> str:

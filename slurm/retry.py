@@ -173,8 +173,8 @@ def _request_after(
 ) -> tuple[JobRequest, str]:
     """Return the request of the last attempt, with more of what ran out, and what to say about it, or "".
 
-    The user's ``changes``, which ``base`` has already, are made first: another partition has other limits, and
-    ``more_memory`` adds to the user's worker_args.
+    The user's ``changes``, which ``base`` has already, are made first: another partition has other limits,
+    and ``more_memory`` adds to the user's worker_args.
     """
     attempts = own_attempts(shard)
     if not attempts:

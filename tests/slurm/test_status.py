@@ -1153,6 +1153,18 @@ def test_there_is_one_controller_and_status_reports_one_that_died_but_was_not_ca
     assert desk.status()["controller_lost"] == ""
 
 
+def test_an_earlier_controller_is_cancelled_after_the_record_and_before_the_release(desk: Desk) -> None:
+    """A submission that fails leaves the only controller, and one that dies leaves no two of them."""
+    desk.queue(squeue_line("N/A", "PENDING", "Dependency", job="99", name=f"{desk.job_name}-control"))
+    desk.answers_by("sbatch", "[[ -e PLACE/room || $* != *--dependency* ]] || exit 1; REAL")
+    desk.slurm("submit", "--until_done", code=2)
+    assert "99" not in desk.calls("scancel")
+    (desk.place / "room").touch()
+    desk.answers_by("scontrol", "[[ $1 != release ]] || exit 1; REAL")
+    desk.slurm("submit", "--until_done", code=2)
+    assert desk.calls("scancel")[-1] == "99"
+
+
 def test_clean_removes_the_logs_of_tasks_once_the_data_set_is_verified(desk: Desk) -> None:
     names = ["7_0.log", "control-9.log", "verify-8.log"]
     *_, logs = (desk.log(name, "words\n").parent for name in names)

@@ -157,7 +157,8 @@ def verify_shards(
             tell(line)
     with contextlib.suppress(OSError):
         folder.remove(done.FINDINGS_NAME)
-    for record in read_attempts(folder, plan.plan_id).own:  # attempts whose shards others have made
+    attempts = read_attempts(folder, plan.plan_id).of_this_folder
+    for record in attempts:  # whose shards others have made
         if record.ended is not None:
             with contextlib.suppress(OSError, errors.ShardprepError):
                 folder.remove(record.name)

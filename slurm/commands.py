@@ -33,7 +33,7 @@ REQUEST_VARIABLES = {
     "container": "SHARDPREP_EXEC",
     "srun_args": "SHARDPREP_SRUN_ARGS",
 }
-# Slurm's messages for a controller that is down, too slow or not configured, or whose accounting is slow.
+# Slurm's messages for a slurmctld that is down, too slow or not configured, or whose accounting is slow.
 _AWAY = re.compile(
     r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
     r"can't be reached now|Munge|authentication|not available right now",
@@ -41,9 +41,9 @@ _AWAY = re.compile(
 )
 _FULL = re.compile("Resource temporarily unavailable|Slurm temporarily unable to accept job", re.IGNORECASE)
 _FULL_OF_OWN = re.compile(r"(Assoc|QOS)\w*SubmitJob")
-_IS_IT_UP = {"expected": "a controller that is up", "remedy": "scontrol ping"}
+_IS_IT_UP = {"expected": "a slurmctld that is up", "remedy": "scontrol ping"}
 # "Zero Bytes" is the client's whole message if munge considers its credential expired.
-_CLOCKS = "a controller that is up, and a clock here that is right to 5 min (date)"
+_CLOCKS = "a slurmctld that is up, and a clock here that is right to 5 min (date)"
 _DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
 
@@ -52,7 +52,7 @@ class SlurmRefused(UsageError):
 
 
 class SlurmAway(ReadWriteError):
-    """Slurm did not answer: its controller is down, slow, or not reachable from this host."""
+    """Slurm did not answer: slurmctld is down, slow, or not reachable from this host."""
 
 
 class SlurmFull(SlurmAway):
@@ -180,7 +180,7 @@ def read_config() -> dict[str, str]:
 
 
 def ask_patiently(question: Callable[[], T], only: type[SlurmAway] | None = None) -> T:
-    """Call ``question`` until Slurm answers, for about an hour: a restarting controller takes a minute.
+    """Call ``question`` until Slurm answers, for about an hour: a restarting slurmctld takes a minute.
 
     ``only``: be patient with this error alone.
     """

@@ -43,7 +43,8 @@ def own_records(state: DatasetState) -> OwnRecords:
     me = user_name()
     sent = [each for each in state.submissions if each.is_own]
     recorded = {job.job_id for each in sent for job in each.jobs}
-    plain = [each for each in state.records.own if each.is_own and each.job_id not in ("", *recorded)]
+    written = [each for each in state.records.of_this_folder if each.is_own]
+    plain = [each for each in written if each.job_id not in ("", *recorded)]
     return OwnRecords(
         submissions=sent,
         newest_request=request_of(sent[-1].arrays[0]) if sent else None,

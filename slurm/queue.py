@@ -1,6 +1,6 @@
 """Which jobs in the queue belong to a data set.
 
-A job belongs to a submission if its id, user and submit time are in the record: a controller that lost its
+A job belongs to a submission if its id, user and submit time are in the record: a slurmctld that lost its
 state gives old ids to other jobs. A requeued job has a later submit time, and must have the same name;
 otherwise a user may have renamed it. Jobs of plain ``sbatch slurm/prep_array.sh DATA`` are known from the
 records of their tasks, once one has begun. The absence of a job proves nothing if jobs may be hidden.
@@ -45,7 +45,7 @@ class Queue:
     unrecorded: list[str] = field(default_factory=list)  # ids of this user's live jobs without a record
     foreign: list[str] = field(default_factory=list)  # live jobs of the folder that this one was copied from
     away: str = ""  # why Slurm did not answer
-    config: dict[str, str] = field(default_factory=dict)  # of the controller
+    config: dict[str, str] = field(default_factory=dict)  # of slurmctld
     is_empty: bool = False  # squeue showed no job of any user who may have one
 
     def tasks(self) -> dict[tuple[str, int], Job]:
@@ -63,7 +63,7 @@ def find_queue(
 ) -> Queue:
     """Ask squeue for the jobs of each user who may have jobs for the data set. Raises SlurmAway.
 
-    ``copied``: submissions of the folder that this one was copied from. ``config``: of the controller, or {}.
+    ``copied``: submissions of the folder that this one was copied from. ``config``: of slurmctld, or {}.
     """
     me = user_name()
     plain = _plain_records(submissions, open_records)
@@ -186,10 +186,10 @@ def _add_jobs_without_record(
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job], me: str) -> list[Job]:
     """Return the jobs that belong to a submission. A record of another user names no job of this one."""
-    own = {job.job_id: job for job in submission.jobs}
+    sent_by_id = {job.job_id: job for job in submission.jobs}
     found = []
     for job in jobs:
-        sent = own.get(job.job_id)
+        sent = sent_by_id.get(job.job_id)
         if sent is None or job.user != submission.user or (job.user == me and not submission.is_own):
             continue
         if _is_sent_as(job, sent):

@@ -30,7 +30,7 @@ class Site:
     """The limits of each request, asked for once. A dry run without Slurm has none."""
 
     def __init__(self, config: Mapping[str, str], *, is_needed: bool) -> None:
-        """``config``: of the controller, or {}."""
+        """``config``: of slurmctld, or {}."""
         self._config = config
         self._is_needed = is_needed
         self._known: dict[tuple[tuple[str, ...], bool], Limits] = {}
@@ -76,7 +76,7 @@ _NO_SIZES: Mapping[str, int | None] = {
 def find_limits(request: JobRequest, config: Mapping[str, str], *, has_memory: bool) -> Limits:
     """Ask Slurm for the limits of jobs with the account, QOS and partition of a request.
 
-    ``config``: of the controller, or {}. ``has_memory``: whether the jobs name memory, which a partition may
+    ``config``: of slurmctld, or {}. ``has_memory``: whether the jobs name memory, which a partition may
     limit. Raises as ``slurm_answer`` does.
     """
     if not config:

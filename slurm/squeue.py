@@ -34,7 +34,7 @@ class Job:
     index: int  # 0 for a job that is not an array
     name: str
     user: str
-    submit_time: str  # by the controller's clock, in UTC: 2026-11-22T01:52:04
+    submit_time: str  # by slurmctld's clock, in UTC: 2026-11-22T01:52:04
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
     num_restarts: int = 0
     reason: str = ""

@@ -77,7 +77,7 @@ class DatasetState:
         """Return why the state of some jobs or runs is not known here."""
         runs = {
             f"a run on {each.node} (process {each.pid}) may still be running; look there"
-            for each in self.records.own
+            for each in self.records.of_this_folder
             if each.ended is None and each.pid and each.is_alive() is None
         }
         return "; ".join(sorted({*self.queue.hidden.values(), *runs, *self.records.unreadable}))
@@ -144,7 +144,7 @@ def _find_state(
     known = before.made if before else None
     of_jobs = {job.job_id for each in submissions if each.is_own for job in each.jobs}
     records = attempts.read_attempts(data_dir, plan.plan_id, identity, of_jobs=of_jobs)
-    open_records = [each for each in records.own if each.ended is None and each.job_id]
+    open_records = [each for each in records.of_this_folder if each.ended is None and each.job_id]
     found = None
     queue = Queue()
     asks_slurm = bool(sent or open_records)
@@ -162,20 +162,20 @@ def _find_state(
             ids |= {record.job_id for record in open_records}
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
         # Read records and manifests after asking Slurm: a task that it shows as ended has written them.
-        listed = {each.path for each in records.own}
-        records.own.clear()  # their memory is free for the same records
+        listed = {each.path for each in records.of_this_folder}
+        records.of_this_folder.clear()  # their memory is free for the same records
         now = attempts.read_attempts(data_dir, plan.plan_id, identity, of_jobs=of_jobs)
-        records.own = [each for each in now.own if each.path in listed]
+        records.of_this_folder = [each for each in now.of_this_folder if each.path in listed]
         records.unreadable = now.unreadable
     records.unreadable = [*unreadable, *records.unreadable]
     if found is None or queue.jobs:
         found = find_made_shards(data_dir, plan.spec, known=known, see=see)
-    _add_ends(records.own, queue, found)
+    _add_ends(records.of_this_folder, queue, found)
 
     undone: StateName = "not visible" if records.unreadable else "not submitted"
     every = range(plan.num_shards)
     shards = [Shard(shard_id=each, state="done" if each in found.done else undone) for each in every]
-    add_attempts(shards, submissions, records.own, queue, folder)
+    add_attempts(shards, submissions, records.of_this_folder, queue, folder)
     return DatasetState(
         folder=folder,
         plan=plan,

@@ -154,7 +154,7 @@ def status_of(state: DatasetState) -> Status:
         accepting_args=_accepting_args(by_cause.get(BAD_INPUT, [])),
         unreadable=state.records.unreadable,
         has_slurm=shutil.which("sbatch") is not None,
-        has_jobs=bool(state.submissions or any(each.job_id for each in state.records.own)),
+        has_jobs=bool(state.submissions or any(each.job_id for each in state.records.of_this_folder)),
         waits_for=waits,
         unrecorded_jobs=queue.unrecorded,
         foreign_jobs=queue.foreign,
@@ -205,7 +205,7 @@ def newest_failures(failed: Sequence[T], ended: Callable[[T], float]) -> list[T]
 
 def _restarts(state: DatasetState) -> dict[str, int]:
     """Count the attempts after which Slurm started the task again, by how they ended."""
-    attempts = [each for each in state.records.own if each.job_id and each.shards]
+    attempts = [each for each in state.records.of_this_folder if each.job_id and each.shards]
     last = {each.key: each for each in attempts}
     restarts: Counter[str] = Counter()
     for each in attempts:

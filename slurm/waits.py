@@ -73,7 +73,7 @@ def verify_trouble(state: DatasetState) -> str:
         return _why_stuck(job.job_id, job.reason)
     if job and job.is_live:
         return ""
-    for record in state.records.own:
+    for record in state.records.of_this_folder:
         if record.job_id == newest.verify.job_id:
             return f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
     return ""

@@ -161,7 +161,7 @@ class _Allowance:
 class AttemptRecords:
     """The records of a data set, without those of another plan or of a folder that it was copied from."""
 
-    own: list[AttemptRecord]  # oldest first
+    of_this_folder: list[AttemptRecord]  # of all users; oldest first
     unreadable: list[str]  # messages about records that could not be read
 
 
@@ -190,7 +190,7 @@ def read_attempts(
     """
     identity = identity or folder_identity(folder)
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
-    records = AttemptRecords(own=[], unreadable=[])
+    records = AttemptRecords(of_this_folder=[], unreadable=[])
     own = _Allowance(num_files=MAX_FILES)
     others = _Allowance(num_files=MAX_FILES)
     attempts = folder.subfolder(ATTEMPTS_FOLDER)
@@ -233,14 +233,14 @@ def read_attempts(
         if status.st_uid != os.geteuid():  # another user may name any file as the log
             log = "" if "\0" in record.log else os.path.realpath(record.log)
             record.log = log if os.path.dirname(log) == logs else ""  # noqa: PTH120
-        records.own.append(record)
+        records.of_this_folder.append(record)
     if own.is_used_up or others.is_used_up:
         found = f"more than {_MAX_ALL_BYTES >> 20} MiB, {_MAX_ALL_LINES} lines or {MAX_FILES} files"
         found += ", of which the newest count"
         expected = "less; move records of old attempts away"
         path = folder.path_of(ATTEMPTS_FOLDER)
         records.unreadable.append(str(errors.BrokenShard(path=path, found=found, expected=expected)))
-    records.own.sort(key=lambda each: (each.began, each.path))
+    records.of_this_folder.sort(key=lambda each: (each.began, each.path))
     return records
 
 
@@ -345,7 +345,7 @@ def bad_inputs_of_job(folder: DataFolder, plan_id: str) -> dict[int, Failure]:
     found: dict[int, Failure] = {}
     if start is None:
         return found
-    for each in read_attempts(folder, plan_id, prefix=start[0]).own:
+    for each in read_attempts(folder, plan_id, prefix=start[0]).of_this_folder:
         bad = [
             failure for failure in each.failures.values() if failure.exit_code == errors.BadInput.exit_code
         ]

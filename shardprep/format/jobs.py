@@ -51,11 +51,11 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True, kw_only=True)
 class SentJob:
-    """A job as Slurm showed it after submission. A controller that lost its state may reuse ids."""
+    """A job as Slurm showed it after submission. A slurmctld that lost its state may reuse ids."""
 
     job_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,10}\Z")]
     name: Text
-    submit_time: Text  # by the controller's clock, in UTC: 2026-11-22T01:52:04
+    submit_time: Text  # by slurmctld's clock, in UTC: 2026-11-22T01:52:04
 
 
 @dataclass(frozen=True, kw_only=True)

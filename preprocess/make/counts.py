@@ -69,18 +69,23 @@ class Counting:
         self.num_bytes = 0  # of the input
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
         self.num_of_field: Counter[str] = Counter()  # documents by the field of their text, if several may be
-        self.bad: list[BadDocument] = []
+        self.bad: list[BadDocument] = []  # left out, for any reason
+
+    @property
+    def unusable(self) -> list[BadDocument]:
+        """Return the documents that were left out, without those that the user chose to leave out."""
+        return [each for each in self.bad if not names.is_chosen(each.reason)]
 
     @property
     def bad_fraction(self) -> float:
-        """Return the share of unusable documents so far, without those that the user chose to leave out."""
-        num_bad = sum(not names.is_chosen(bad.reason) for bad in self.bad)
+        """Return the share of unusable documents so far."""
+        num_bad = len(self.unusable)
         return num_bad / max(1, num_bad + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:
-        """Return the reasons why documents were left out."""
-        return {bad.reason for bad in self.bad}
+        """Return the reasons why documents were unusable."""
+        return {each.reason for each in self.unusable}
 
     def add(self, documents: DocumentBatch, num_tokens: Numbers, num_learnt: Numbers | None = None) -> None:
         """Count a batch, given the tokens of each document, and of a conversation those with labels."""

@@ -33,7 +33,6 @@ from preprocess.read.documents import DocumentReader, advice_about
 from preprocess.read.formats import BATCH_BYTES
 from shardprep.console import Progress, counted, quoted, say
 from shardprep.errors import BadInput, CannotWrite, ReadWriteError
-from shardprep.format import names
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.inputs import place_text
 from shardprep.format.manifest import Manifest, RunFacts
@@ -277,7 +276,7 @@ class Worker:
         if not counting.bad or counting.bad_fraction <= limit:
             return
         quarantine = writer.publish_quarantine()
-        bad = [each for each in counting.bad if not names.is_chosen(each.reason)]
+        bad = counting.unusable
         found = f"{counting.bad_fraction:.2%}"
         expected = f"{limit:.2%}"
         # First how to look at them, then how to mend them, and last how to accept the loss.
@@ -287,7 +286,7 @@ class Worker:
             enough = min(int(counting.bad_fraction * 100) + 1, 100) / 100
             advice += f" To accept the loss: --max_bad_fraction {enough:g}"
         message = (
-            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({found}) left out "
+            f"shard {shard_id:05d}: {counted(len(bad), 'document')} ({found}) left out "
             f"({', '.join(sorted(counting.bad_reasons))}), the limit is {expected}. The first is "
             f"{place_text(bad[0].input, bad[0].input_offset)}: {bad[0].detail}. To see them, run: "
             f"{remedy}. {advice}"

@@ -28,7 +28,6 @@ from preprocess.read.text_fields import from_json, value_at
 from preprocess.read.transform import Transform
 from shardprep import errors
 from shardprep.console import counted, printable, short_bytes
-from shardprep.format import names
 from shardprep.format import plan as plans
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.documents import DocumentNames, lines_of
@@ -168,7 +167,7 @@ def measure(
 
 def _check_sample(plan: Plan, counting: Counting) -> None:
     """Raise BadInput, with what to change, if no document of the sample is usable."""
-    unusable = [bad for bad in counting.bad if not names.is_chosen(bad.reason)]
+    unusable = counting.unusable
     if counting.num_documents or not unusable or plan.max_bad_fraction == 1:
         return
     if {bad.reason for bad in unusable} <= {"no_field", "wrong_type"}:

@@ -175,3 +175,14 @@ def test_without_the_names_or_with_damaged_lines_verify_still_counts_or_refuses(
     before = path.read_bytes()
     path.write_bytes(before.replace(b'"excluded"', b'"excluded.'))
     world.main("verify", world.data_dir, fast=True).ends(65, path)
+
+
+def test_a_failed_shard_counts_what_is_unusable_without_what_was_excluded(tmp_path: Path) -> None:
+    rows = [{"id": f"d{number}", "text": "some text"} for number in range(6)]
+    rows += [{"id": f"b{number}", "text": number} for number in range(3)]
+    world = World(tmp_path).raw({"a.jsonl": rows})
+    keys = tmp_path / "keys.txt"
+    keys.write_text("".join(f"d{number}\n" for number in range(5)))
+    world.plan(num_shards=1, id_field="id", exclude=keys, max_bad_fraction=1)
+    ended = world.try_shard(0, max_bad_fraction=0.5).ends(65, "3 documents (75.00%) left out (wrong_type)")
+    assert "excluded" not in ended.err

@@ -166,13 +166,14 @@ def test_estimates_of_tokens_and_disk_are_within_10_percent(tmp_path: Path, opti
     out = world.try_plan(num_shards=3, dry_run=True, **options).out
     assert not world.data_dir.exists(), "a dry run writes nothing"
     world.plan(num_shards=3, **options).run()
-    found = re.search(r"about (\S+) tokens, (\S+) ([kM])B on disk", out)
+    found = re.search(r"about (\S+) ([kM]) tokens, (\S+) ([kM])B on disk", out)
     assert found, out
+    prefixes = {"k": 1e3, "M": 1e6}
     num_tokens = sum(manifest["counts"]["num_tokens"] for manifest in world.manifests())
-    assert float(found[1]) == pytest.approx(num_tokens, rel=0.1)
+    assert float(found[1]) * prefixes[found[2]] == pytest.approx(num_tokens, rel=0.1)
     paths = [*world.data_dir.glob("shard-*.[ti]*"), *world.data_dir.glob("digests/*")]
     num_bytes = sum(path.stat().st_size for path in paths)
-    assert float(found[2]) * {"k": 1e3, "M": 1e6}[found[3]] == pytest.approx(num_bytes, rel=0.1)
+    assert float(found[3]) * prefixes[found[4]] == pytest.approx(num_bytes, rel=0.1)
 
 
 NUM_LINES = 12_000

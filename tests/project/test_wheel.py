@@ -181,7 +181,7 @@ PAGES = (
         tokenizer="M",
         first="shardprep plan --input_dir RAW --recursive --output_dir DATA --model_id M --num_shards 10; "
         f"shardprep run DATA; shardprep verify DATA; python -c '{STATE}'",
-        between={"shardprep forecast web=WEB": "cp -r DATA WEB; cp -r DATA CODE"},
+        between={"shardprep forecast web=WEB": "cp -rT DATA WEB; cp -rT DATA CODE"},
         changed={"--num_steps 100000": "--num_steps 100", "--num_steps 200000": "--num_steps 9100"},
         codes={"shardprep doctor": 1, "srun shardprep doctor": 1},
     ),

@@ -85,6 +85,10 @@ def make_run(
     is_mixture = weights is not None
     sources = []
     for number, (name, known) in enumerate(facts.items()):
+        if is_mixture and known.num_samples < tick_samples and not keeps_tail:
+            found = f"{known.num_samples:,} samples of source {name}"
+            expected = f"at least {tick_samples:,}: plan it with a smaller --seq_len, or add text"
+            raise UsageError(found=found, expected=expected)
         order = Order(
             **sizes_of_order(known.num_samples, known.num_bytes, tick_samples, group),
             group=group,

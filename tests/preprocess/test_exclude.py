@@ -178,7 +178,7 @@ def test_without_the_names_or_with_damaged_lines_verify_still_counts_or_refuses(
 
 
 def test_a_failed_shard_counts_what_is_unusable_without_what_was_excluded(tmp_path: Path) -> None:
-    rows = [{"id": f"d{number}", "text": "some text"} for number in range(6)]
+    rows: list[dict[str, Any]] = [{"id": f"d{number}", "text": "some text"} for number in range(6)]
     rows += [{"id": f"b{number}", "text": number} for number in range(3)]
     world = World(tmp_path).raw({"a.jsonl": rows})
     keys = tmp_path / "keys.txt"

@@ -8,9 +8,9 @@ from loader import UsageError
 from loader.order.planned import SourceFacts, choose_sizes, make_run
 
 
-def weights_of(weights: object, means: dict[str, float]) -> dict[str, float]:
+def weights_of(weights: object, means: dict[str, float], num_samples: int = 999) -> dict[str, float]:
     facts = {
-        name: SourceFacts(data="", num_samples=999, num_bytes=9999, row_tokens=0, mean_tokens=mean)
+        name: SourceFacts(data="", num_samples=num_samples, num_bytes=9999, row_tokens=0, mean_tokens=mean)
         for name, mean in means.items()
     }
     given: object = weights
@@ -42,6 +42,12 @@ def test_weights_in_tokens_are_divided_by_the_mean_tokens_of_samples() -> None:
 def test_weights_that_give_no_shares_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         weights_of(weights, {"a": 1.0, "b": 1.0})
+
+
+def test_a_source_that_is_too_small_is_named() -> None:
+    with pytest.raises(UsageError) as error:
+        weights_of({"chat": 1}, {"chat": 1.0}, num_samples=3)
+    assert error.value.found == "3 samples of source chat"
 
 
 def test_a_tick_is_the_greatest_common_divisor_of_all_sizes() -> None:

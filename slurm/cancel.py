@@ -25,9 +25,12 @@ def cancel(folder: Path, shards: str | None) -> int:
     own = own_records(state)
     others = others_with_jobs(state)
     if shards is None:
-        # Controllers first: one that runs would send the cancelled shards again.
+        # Controllers first: one that runs would send the cancelled shards again. One scancel asks for them in
+        # this order, but may not wait for one answer before it asks for the next job. That is enough: before
+        # a controller sends anything, it asks Slurm for the jobs, which takes longer.
         jobs = [*own.controllers, *own.unrecorded, *own.live_job_ids()]
     else:
+        # Controllers stay: they wait for the other shards, too.
         chosen = _tasks_of_shards(shards, state)
         jobs = [task for task in chosen if task.partition("_")[0] not in others]
         others = {task: others[task.partition("_")[0]] for task in chosen if task not in jobs}

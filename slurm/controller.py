@@ -24,9 +24,10 @@ from slurm.commands import SlurmFull, ask_patiently
 from slurm.fit import controller_request, request_of_small_jobs
 from slurm.job_names import CONTROL, job_name_prefix
 from slurm.limits import Limits
-from slurm.own import own_records, why_not_retried
+from slurm.own import own_records
 from slurm.refusals import CONTROLLER_JOB, Tester, options_of
 from slurm.request import JobRequest, SendOptions
+from slurm.retry_rules import why_not_retried
 from slurm.sbatch import show_job, submit_script
 from slurm.scripts import script_head
 from slurm.site import Site

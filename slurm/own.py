@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.jobs import Submission, user_name
 from slurm.attempts import Attempt, Shard
-from slurm.causes import BAD_INPUT
 from slurm.request import JobRequest, request_of
 from slurm.squeue import Job
 from slurm.state import DatasetState
-
-_MAX_ATTEMPTS = 3  # that fail in the same way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,33 +68,3 @@ def others_with_jobs(state: DatasetState) -> dict[str, str]:
     """Return job id -> user, for live jobs of the data set that another user submitted."""
     me = user_name()
     return {job.job_id: job.user for job in state.queue.jobs.values() if job.is_live and job.user != me}
-
-
-def why_not_retried(shard: Shard, changes: dict[str, object], *, is_named: bool = False) -> str | None:
-    """Return why a shard is not tried again, or None if it is.
-
-    A shard of bad input is tried again only if ``changes`` have other worker_args, and one that failed three
-    times in the same way only if ``changes`` differ from its request or a person named it. Failures count
-    from the last ``submit`` or ``retry`` that a person typed.
-    """
-    attempts = own_attempts(shard)
-    if shard.state != "failed" or not attempts:
-        return None
-    last = attempts[-1]
-    cause = last.cause(shard.shard_id)
-    num_same = 0
-    typed_job = ""
-    for attempt in reversed(attempts):
-        job_id = attempt.task.partition("_")[0]
-        if attempt.cause(shard.shard_id) != cause or typed_job not in ("", job_id):
-            break
-        num_same += 1
-        if attempt.is_typed:
-            typed_job = job_id
-    before = last.request or JobRequest()
-    changed = {name for name, value in changes.items() if getattr(before, name) != value}
-    if cause == BAD_INPUT and "worker_args" not in changed:
-        return "the same input fails in the same way"
-    if num_same >= _MAX_ATTEMPTS and not changed and not is_named:
-        return f"failed in the same way {num_same} times"
-    return None

@@ -28,6 +28,8 @@
 # Not logs/...: Slurm creates no folders, and a task whose log cannot be opened dies without a message. The log is
 # created in the folder of submission, and moved to logs/ below.
 #SBATCH --output=shardprep-%A_%a.log
+#
+# `shardprep submit` puts its own head in place of all lines above the next one.
 set -euo pipefail
 
 # The head of `shardprep submit` sets shards, shardprep_what, _command, _folder and _identity, or the function _end.

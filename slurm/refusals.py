@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from shardprep.console import counted, say
 from slurm.commands import SlurmRefused, megabytes_of, run_slurm
 from slurm.limits import Limit, Limits
-from slurm.request import JobRequest
+from slurm.request import MEMORY_OPTIONS, JobRequest
 
 
 def memory_mb(request: JobRequest) -> float:
@@ -77,7 +77,6 @@ def _short(number: float) -> str:
 VERIFY_JOB = "the verify job"
 CONTROLLER_JOB = "the controller of --until_done"
 TASKS = "the tasks"
-_MEMORY_OPTIONS = ("--mem", "--mem-per-cpu")  # sbatch takes one of them
 
 
 def options_of(what: str, request: JobRequest) -> list[str]:
@@ -87,8 +86,8 @@ def options_of(what: str, request: JobRequest) -> list[str]:
         return options
     words = shlex.split(request.controller_args)
     replaced = {word.partition("=")[0] for word in words}
-    if replaced.intersection(_MEMORY_OPTIONS):
-        replaced.update(_MEMORY_OPTIONS)
+    if replaced.intersection(MEMORY_OPTIONS):
+        replaced.update(MEMORY_OPTIONS)
     return [*(each for each in options if each.partition("=")[0] not in replaced), *words]
 
 
@@ -145,7 +144,7 @@ def _asks_for_no_more(options: Sequence[str], passed: Sequence[str]) -> bool:
         name_had, _, value_had = had.partition("=")
         if name != name_had:
             return False
-        is_less = name in _MEMORY_OPTIONS and _megabytes(value) <= _megabytes(value_had)
+        is_less = name in MEMORY_OPTIONS and _megabytes(value) <= _megabytes(value_had)
         if value != value_had and name != "--time" and not is_less:
             return False
     return True

@@ -21,7 +21,7 @@ from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
 # Fields that exclude each other.
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")
 SIZE_FIELDS = ("cpus_per_task", "nodes")
-_MEMORY_OPTIONS = {"--mem", "--mem-per-cpu", "--mem-per-gpu"}  # of sbatch, which takes one of them
+MEMORY_OPTIONS = {"--mem", "--mem-per-cpu", "--mem-per-gpu"}  # of sbatch, which takes one of them
 _SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MAX_NUMBER = 10**9  # CPUs, GB, minutes or tasks
 _node_flag = functools.partial(option, group="partition, account and nodes")
@@ -101,7 +101,7 @@ class JobRequest:
         """Return the options of sbatch. The last of equal ones applies, so that retry can raise memory."""
         options = _words_of_sbatch(self.sbatch_args)
         if self.mem_gb is not None or self.mem_per_cpu_gb is not None:  # sbatch takes one form of memory
-            options = [each for each in options if each.partition("=")[0] not in _MEMORY_OPTIONS]
+            options = [each for each in options if each.partition("=")[0] not in MEMORY_OPTIONS]
         if self.nodes is None:
             options += ["--nodes=1", "--ntasks=1"]
         else:  # if a node dies, the others go on
@@ -122,7 +122,7 @@ class JobRequest:
     def names_memory(self) -> bool:
         """Return whether the user asks for some memory, by a flag or an option of sbatch."""
         given = {each.partition("=")[0] for each in _words_of_sbatch(self.sbatch_args)}
-        return self.mem_gb is not None or self.mem_per_cpu_gb is not None or bool(given & _MEMORY_OPTIONS)
+        return self.mem_gb is not None or self.mem_per_cpu_gb is not None or bool(given & MEMORY_OPTIONS)
 
     @property
     def num_cpus(self) -> int | None:

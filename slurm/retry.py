@@ -23,8 +23,9 @@ from slurm.checks import check_folder, check_queue
 from slurm.commands import REQUEST_VARIABLES, ask_patiently, minutes_of
 from slurm.controller import finish, submit_controller, why_not_verified
 from slurm.fit import NUM_PROC, more_memory, more_time
-from slurm.own import OwnRecords, own_attempts, own_records, why_not_retried
+from slurm.own import OwnRecords, own_attempts, own_records
 from slurm.request import MEMORY_FIELDS, JobRequest, SendOptions, request_of, with_variables
+from slurm.retry_rules import why_not_retried
 from slurm.send import send_groups
 from slurm.site import Site
 from slurm.state import DatasetState, find_state

@@ -20,7 +20,7 @@ from shardprep.format.names import id_ranges
 from slurm.attempts import Shard
 from slurm.causes import BAD_INPUT, NODE_FAIL, VANISHED, cause_of_record, remedy_of
 from slurm.log_ends import last_lines, log_tail
-from slurm.own import why_not_retried
+from slurm.retry_rules import why_not_retried
 from slurm.speed import speed_of
 from slurm.squeue import StateName
 from slurm.state import DatasetState

@@ -96,9 +96,9 @@ def test_reading_a_plan_loads_no_command_line() -> None:
 # The rooms of slurm/. Each imports only those before it.
 SLURM = (
     *("commands", "request", "limits", "partitions", "accounts", "refusals", "site", "reasons"),
-    *("job_names", "squeue", "queue", "log_ends", "causes", "attempts", "state", "own", "fit", "nodes"),
-    *("scripts", "sbatch", "checks", "waits", "speed", "status_data", "status_text", "status"),
-    *("report_data", "report_page", "report", "logs"),
+    *("job_names", "squeue", "queue", "log_ends", "causes", "attempts", "state", "own", "retry_rules"),
+    *("fit", "nodes", "scripts", "sbatch", "checks", "waits", "speed"),
+    *("status_data", "status_text", "status", "report_data", "report_page", "report", "logs"),
     *("controller", "submission", "announce", "send", "submit", "submitit", "retry", "cancel"),
 )
 

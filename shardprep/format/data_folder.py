@@ -71,8 +71,11 @@ def refuse_foreign_files(folder: DataFolder, own: Mapping[str, FileStamp] | None
     ``own``: what the caller writes before the plan. Such a file may be there if it is equal, after a run that
     was stopped. Raises Refused for the first other file, unless the caller compares it.
     """
-    for name in folder.names():
-        if name in _BEFORE_PLAN | _NOTHING_REPLACED or TEMPORARY_NAME.fullmatch(name):
+    present = folder.names()
+    # The plan of another run may have come meanwhile, and shards of it. Publishing this one compares the two.
+    has_plan = names.PLAN_NAME in present
+    for name in present:
+        if has_plan or name in _BEFORE_PLAN | _NOTHING_REPLACED or TEMPORARY_NAME.fullmatch(name):
             continue
         if _WRITABLE.fullmatch(name):
             found = f"it is there, but no {names.PLAN_NAME} that it belongs to"

@@ -115,12 +115,17 @@ before=$(list_checkpoints)
 # Print the name of the newest checkpoint that was not there at the start, if there is one.
 new_checkpoint() { list_checkpoints | grep -vxFf <(printf '%s\n' "$before") | tail -n 1 | cut -d ' ' -f 3- | tr -cd '[:print:]'; }
 
-# The rank's shell ignores signals, which are for the program. Only the first rank that fails can create the file, and
-# not through a link or into a FIFO. A rank that stopped on request exits with 0 under torchrun, which would start it again otherwise.
+# The rank's shell ignores signals, which are for the program. Only the first rank that fails can link its file to the
+# name, and not through a link or into a FIFO. The file is whole before, as srun kills a rank when another one fails.
+# A rank that stopped on request exits with 0 under torchrun, which would start it again otherwise.
 # shellcheck disable=SC2016  # the rank's own shell expands it
 keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
-  ((rc == 0)) || echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" |
-    dd of="$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}" conv=excl status=none 2>/dev/null
+  ((rc == 0)) || {
+    new=$(mktemp "${SHARDPREP_CODE_FILE%/*}/.new-$SLURM_JOB_ID-XXXXXXXX") &&
+      echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" >"$new" &&
+      ln -T "$new" "$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}"
+    rm -f "$new"
+  } 2>/dev/null
   stop=$SHARDPREP_STOP_FILE
   [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -f $stop || -L $stop || ! -O $stop ]] || rc=0
   exit "$rc"'

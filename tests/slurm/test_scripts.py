@@ -475,6 +475,24 @@ def test_a_stopped_training_is_requeued_after_a_checkpoint_and_a_failed_one_is_n
     assert [path.name for path in folder.iterdir()] == saved, log
 
 
+def test_a_rank_that_is_killed_while_it_writes_its_exit_code_does_not_hide_that_of_another(
+    tmp_path: Path,
+) -> None:
+    process = start(tmp_path, "stop")
+    for name in ("dd", "ln"):  # whatever the rank's shell uses, rank 1 only begins it
+        create = 'touch "${1#of=}";' if name == "dd" else ""
+        body = f'[[ $RANK != 1 || $* != *.code-* ]] || {{ {create} touch "{tmp_path}/writes"; sleep 600; }}'
+        (tmp_path / "bin" / name).write_text(f'#!/bin/bash\n{body}\nexec {shutil.which(name)} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    ranks = wait_until_begun(tmp_path)
+    os.kill(ranks[1], signal.SIGTERM)
+    wait_until((tmp_path / "writes").exists)
+    os.kill(ranks[0], signal.SIGTERM)
+    log = end_of(process, code=None)
+    assert (tmp_path / "requeued").exists(), log
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1.pt"]
+
+
 def test_torchrun_does_not_restart_ranks_that_stop_when_asked(tmp_path: Path) -> None:
     """It does restart them after a failure, which comes first here."""
     of_job = {**TORCHRUN, "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}

@@ -31,6 +31,7 @@ from shardprep.format import commands
 from shardprep.format.idx import IdxFile
 
 T = TypeVar("T")
+Columns = TypeVar("Columns", "_Records", "_Places")
 
 MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this size is read at opening, a larger one in parts
@@ -245,16 +246,15 @@ class ShardReader:
         by_shard, shard = self._reading_order(samples)
         record = self._shards.record_numbers(samples[by_shard], shard)
         self._empty_buffer(len(samples))
-        none = np.zeros(0, np.int64)  # in case that no sample is asked for
-        all_records = [_Records.zeros(0)]
-        all_places = [_Places(none, none, none)]
+        all_records = []
+        all_places = []
         for part in self._parts_of(shard):
             records = self._look_up(shard[part], record[part], starts=starts)
             all_places.append(self._read_part(records, record[part], starts=starts))
             all_records.append(records)
-        records = _Records(*map(np.concatenate, zip(*all_records, strict=True)))
+        records = _joined(all_records or [_Records.zeros(0)])
         self._check_sizes(records)
-        places = _Places(*map(np.concatenate, zip(*all_places, strict=True)))
+        places = _joined(all_places or [_Places(*np.zeros((3, 0), np.int64))])
         # back: int64[n], where each requested sample is among those in the order of reading
         back = np.empty_like(by_shard)
         back[by_shard] = np.arange(len(by_shard))
@@ -437,6 +437,13 @@ class ShardReader:
             expected = f"separate places in {tar.num_bytes} bytes"
             remedy = commands.on("verify", tar.path.parent)
             raise BrokenShard(path=tar.path, found=found, expected=expected, remedy=remedy)
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    """Join the arrays of parts. Most reads have one part, and joining takes longer than all else there."""
+    if len(parts) == 1:
+        return parts[0]
+    return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

@@ -80,7 +80,7 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
             continue
         manifest = read_manifest(folder, number)
         if manifest.unblanked_sha256 is not None:  # add what was blanked before
-            before = blanked.read_blanked(folder, plan.plan_id, number)
+            before = blanked.read_blanked(folder, plan, number)
             places = np.concatenate([places, np.array([before.input_numbers, before.input_offsets]).T])
         input_numbers, input_offsets = np.unique(places, axis=0).T.tolist()
         blanked_in[number] = BlankedDocuments(
@@ -101,8 +101,9 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         raise NotFound(path=ids_file, found="no document has one of these names", expected=expected)
     if plan.options.blanked:
         for number in ids_of_ranges(plan.options.blanked):
-            blanked_in.setdefault(number, blanked.read_blanked(folder, plan.plan_id, number))
-    options = dataclasses.replace(plan.options, blanked=id_ranges(blanked_in))
+            blanked_in.setdefault(number, blanked.read_blanked(folder, plan, number))
+    lists_sha256, blanked_in = blanked.with_hash_of_all(blanked_in)
+    options = dataclasses.replace(plan.options, blanked=id_ranges(blanked_in), blanked_lists=lists_sha256)
     planned = dataclasses.replace(plan, options=options)
     begun = read_plan(new)
     if begun is None:
@@ -189,10 +190,8 @@ def _is_same(new: DataFolder, begun: Plan, planned: Plan, blanked_in: dict[int, 
     """Return whether an earlier attempt began the new data set with the same list."""
     if (begun.plan_id, begun.options) != (planned.plan_id, planned.options):
         return False
-    for number, each in blanked_in.items():
-        if blanked.read_blanked(new, planned.plan_id, number) != each:
-            return False
-    return True
+    are_same = [blanked.read_blanked(new, planned, number) == each for number, each in blanked_in.items()]
+    return all(are_same)
 
 
 def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:

@@ -127,7 +127,7 @@ def unblanked_documents(
     """Read the documents of a shard that are not blanked. Raises the errors of reading the input."""
     blanked = None
     if plan.options.blanked and shard_id in names.ids_of_ranges(plan.options.blanked):
-        blanked = read_blanked(folder, plan.plan_id, shard_id)
+        blanked = read_blanked(folder, plan, shard_id)
     for documents in reader.read_shard(plan.shard(shard_id)):
         if blanked is not None:
             is_gone = blanked.are_at(documents.input_number, documents.offsets)

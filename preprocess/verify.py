@@ -322,11 +322,14 @@ def _check_blanked(folder: DataFolder, plan: Plan, shard: Manifest, *, is_planne
         remedy = commands.shard_again(shard.shard_id, folder)
         raise errors.BrokenShard(f"{name} {what}", remedy=remedy)
     if is_planned:
-        listed = read_blanked(folder, plan.plan_id, shard.shard_id)
+        listed = read_blanked(folder, plan, shard.shard_id)
         if listed.unblanked_sha256 != shard.unblanked_sha256:
             path = folder.path_of(names.blanked_name(shard.shard_id))
             found = f"unblanked_sha256 {listed.unblanked_sha256[:12]}"
             raise errors.BrokenShard(path=path, found=found, expected=f"{shard.unblanked_sha256}"[:12])
+        if shard.blanked_sha256 not in (None, listed.sha256()):
+            remedy = commands.shard_again(shard.shard_id, folder)
+            raise errors.BrokenShard(f"{name} has other documents blanked than its list names", remedy=remedy)
 
 
 def _check_shards(

@@ -29,7 +29,7 @@ from shardprep.errors import (
 )  # fmt: skip
 from shardprep.format import commands, done, names
 from shardprep.format import manifest as manifests
-from shardprep.format.blanked import blanked_content, read_blanked
+from shardprep.format.blanked import blanked_content, is_list_of, read_blanked
 from shardprep.format.data_folder import SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.excluded import read_excluded, stamps_of_excluded
 from shardprep.format.index import DatasetIndex, merge_manifests, read_index
@@ -200,8 +200,13 @@ def _copy_files_of_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> N
     if plan.options.blanked:
         target.make_subfolder(names.BLANKED_DIR)
         for shard_id in names.ids_of_ranges(plan.options.blanked):
-            content = blanked_content(read_blanked(folder, plan.plan_id, shard_id))
-            target.publish_equal(names.blanked_name(shard_id), content, what=what)
+            content = blanked_content(read_blanked(folder, plan, shard_id))
+            try:
+                target.publish_equal(names.blanked_name(shard_id), content, what=what)
+            except Refused:
+                if not is_list_of(target, plan.plan_id, shard_id):  # from before it was blanked again
+                    raise
+                target.publish(names.blanked_name(shard_id), content)
 
 
 def _copy_tokenizer(folder: DataFolder, target: DataFolder) -> None:

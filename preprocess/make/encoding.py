@@ -24,7 +24,7 @@ def read_blanked_of(plan: Plan, folder: DataFolder, shard_id: int) -> BlankedDoc
     """Return the documents of a shard that are blanked, or None if there are none."""
     if not plan.options.blanked or shard_id not in names.ids_of_ranges(plan.options.blanked):
         return None
-    return read_blanked(folder, plan.plan_id, shard_id)
+    return read_blanked(folder, plan, shard_id)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,8 +193,7 @@ class Worker:
                 progress(counts.num_bytes, amounts)
                 del batch  # free its bytes of the tar, up to 11 MB, before the next batch
             self._check_bad_fraction(writer, shard.shard_id)
-            unblanked_sha256 = None if blanked is None else blanked.unblanked_sha256
-            return writer.commit(self._facts_since(begin), unblanked_sha256=unblanked_sha256)
+            return writer.commit(self._facts_since(begin), blanked=blanked)
 
     def _begin(self) -> _Begin:
         """Return the clocks as they stand now."""

@@ -25,6 +25,7 @@ from preprocess.make.pieces import EncodedBatch, TarPiece
 from preprocess.make.rows import RowMembers
 from shardprep import publishing
 from shardprep.format import names
+from shardprep.format.blanked import BlankedDocuments
 from shardprep.format.data_folder import DataFolder
 from shardprep.format.idx import IDX_DTYPES, ChunkCrcs, idx_header
 from shardprep.format.manifest import Manifest, RunFacts, ValidationCounts
@@ -118,7 +119,7 @@ class ShardWriter:
         if "digests" in self._side_files:
             self._side_files["digests"].write(piece.digests.tobytes())
 
-    def commit(self, run: RunFacts, *, unblanked_sha256: str | None = None) -> Manifest:
+    def commit(self, run: RunFacts, *, blanked: BlankedDocuments | None = None) -> Manifest:
         """Publish the files of the shard. The manifest, which has the arguments, is the last."""
         self._write(self._members.rest())
         for piece in self._validation:
@@ -149,7 +150,8 @@ class ShardWriter:
             shard_id=self._shard_id,
             counts=counts,
             run=replace(run, texts=texts),
-            unblanked_sha256=unblanked_sha256,
+            unblanked_sha256=None if blanked is None else blanked.unblanked_sha256,
+            blanked_sha256=None if blanked is None else blanked.sha256(),
             **stamps,
         )
         for key, file in written.items():

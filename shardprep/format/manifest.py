@@ -149,6 +149,7 @@ class Manifest:
     run: RunFacts  # may vary between equal shards
     digests: FileStamp | None = None  # of --digests
     unblanked_sha256: Digest | None = None  # sha256 of the tar before blanking, see blanked.py
+    blanked_sha256: Digest | None = None  # of the list of what is blanked
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
@@ -159,6 +160,8 @@ class Manifest:
             del content["counts"]["num_of_field"]
         if self.unblanked_sha256 is None:
             del content["unblanked_sha256"]
+        if self.blanked_sha256 is None:
+            del content["blanked_sha256"]
         if not self.run.libraries:
             del content["run"]["libraries"]
         if not self.run.render_cpu_s:

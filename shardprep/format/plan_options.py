@@ -187,6 +187,7 @@ class PlanOptions:
     excluded: str = option("")  # sha256 of DATA/excluded.keys, the documents left out by --exclude
     # Shards with blanked documents, "0-2,5". Not in the id, because blanking moves no document.
     blanked: str = option("", is_in_id=False)
+    blanked_lists: str = option("", is_in_id=False)  # sha256, see shardprep/format/blanked.py
 
     def __post_init__(self) -> None:
         """Check the options and fill in those that are None. Idempotent."""
@@ -333,6 +334,7 @@ _WHAT_IS_GIVEN = {
     "chat_content": "the form of contents",
     "own_eos": "the tokenizer's own EOS",
     "blanked": "the list of blanked documents",
+    "blanked_lists": "the list of blanked documents",
 }
 
 

@@ -253,6 +253,58 @@ def test_verify_reads_the_lists_of_blanked_documents(made: Made, tmp_path: Path)
     copy.verify()
 
 
+@pytest.fixture(scope="module")
+def twice(made: Made, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World, World]:
+    """Two copies, each without another document of the same shard, and the first one blanked again."""
+    world = made("json")[0]
+    root = tmp_path_factory.mktemp("twice")
+    for number in (1, 2):
+        (root / f"{number}.txt").write_text(f"d{number}\n")
+    first = world.blanked(root / "1.txt", root / "first")
+    other = world.blanked(root / "2.txt", root / "other")
+    return first, other, first.blanked(root / "2.txt", root / "both")
+
+
+def test_a_list_of_another_blanked_copy_is_refused(twice: tuple[World, World, World], tmp_path: Path) -> None:
+    """Else a shard made again would have what was blanked. Both copies have the id of the same plan."""
+    first, other, _ = twice
+    copy = first.copy(tmp_path / "first")
+    name = "blanked/shard-00000.json"
+    path = copy.data_dir / name
+    shutil.copyfile(other.data_dir / name, path)
+    copy.main("verify", copy.data_dir).ends(65, path)
+    copy.main("stage", copy.data_dir, to=tmp_path / "node").ends(65, path)
+    (copy.data_dir / "shard-00000.json").unlink()
+    copy.try_shard(0).ends(65, path)
+    shutil.copyfile(first.data_dir / name, path)
+    copy.try_shard(0).ends(0)
+    assert copy.contents() == first.contents()
+
+
+@pytest.mark.parametrize("is_shard", [True, False])
+def test_verify_finds_a_shard_that_another_list_blanked(
+    twice: tuple[World, World, World], tmp_path: Path, is_shard: bool
+) -> None:
+    """Either the shard or list and plan are of the other copy."""
+    first, other, _ = twice
+    copy = first.copy(tmp_path / "first")
+    of_shard = [name for name in other.contents() if name.rpartition(".")[0].endswith("shard-00000")]
+    of_shard.remove("blanked/shard-00000.json")
+    for name in of_shard if is_shard else ["blanked/shard-00000.json", "plan.json"]:
+        shutil.copyfile(other.data_dir / name, copy.data_dir / name)
+    copy.main("verify", copy.data_dir, fast=True).ends(65, "shard 00000")
+
+
+def test_a_data_set_that_is_blanked_again_replaces_the_copy_of_the_one_before(
+    twice: tuple[World, World, World], tmp_path: Path
+) -> None:
+    first, _, both = twice
+    node = World(tmp_path, data_dir=tmp_path / "node")
+    for each in (first, both):
+        first.main("stage", each.data_dir, to=node.data_dir).ends(0)
+    assert node.contents() == both.contents()
+
+
 @pytest.mark.parametrize("is_blanked", [False, True])
 def test_an_id_outside_of_the_planned_vocabulary_is_refused(
     made: Made, tmp_path: Path, is_blanked: bool

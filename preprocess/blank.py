@@ -2,7 +2,7 @@
 
 Only the shards with one of these documents are made again, from the input, by the same plan. Each token id of
 a blanked document becomes BLANK; its text, id and digest are removed. Other shards are hard links or copies,
-compared with their manifests: 1 to 2 s of CPU per gigabyte, in four threads.
+compared with their manifests: 1 to 2 s of CPU per gigabyte, in four threads. So are those of an earlier run.
 The new data set has the same plan id, so a training run can continue with it.
 """
 
@@ -30,7 +30,7 @@ from shardprep.format import blanked, commands, documents, excluded
 from shardprep.format.blanked import BlankedDocuments
 from shardprep.format.data_folder import OF_THIS_COMMAND, SUBFOLDERS, DataFolder, refuse_foreign_files
 from shardprep.format.done import done_manifest, done_manifests
-from shardprep.format.manifest import other_hash, read_manifest, shard_files
+from shardprep.format.manifest import check_hashes, other_hash, read_manifest, shard_files
 from shardprep.format.names import (
     BLANKED_DIR,
     EXCLUDED_LIST_NAME,
@@ -40,6 +40,7 @@ from shardprep.format.names import (
     id_ranges,
     ids_of_ranges,
     manifest_name,
+    tar_name,
 )  # fmt: skip
 from shardprep.format.plan import Plan, need_plan, publish_plan, read_plan  # fmt: skip
 from shardprep.format.planned_tokenizer import read_tokenizer, refuse_other_tokenizer  # fmt: skip
@@ -113,6 +114,11 @@ def start(folder: DataFolder, new: DataFolder, ids_file: Path, settings: InputSe
         expected = "a new folder, as blanking continues only with the list it started with"
         raise Refused(path=new, found=other, expected=expected)
     new.remove_temporaries(older_than_s=STALE_AFTER_S, subfolders=SUBFOLDERS)
+    if begun is not None:
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            compared = pool.map(partial(_compare_shard, new, plan.plan_id), range(plan.num_shards))
+            for _ in zip(with_progress("comparing", range(plan.num_shards)), compared, strict=True):
+                pass
     untouched = sorted({*range(plan.num_shards)} - {*touched})
     todo = [number for number in untouched if done_manifest(new, number, plan.plan_id) is None]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -192,6 +198,13 @@ def _is_same(new: DataFolder, begun: Plan, planned: Plan, blanked_in: dict[int, 
         return False
     are_same = [blanked.read_blanked(new, planned, number) == each for number, each in blanked_in.items()]
     return all(are_same)
+
+
+def _compare_shard(new: DataFolder, plan_id: str, shard_id: int) -> None:
+    """Raise BrokenShard or MissingShard if a shard of an earlier run was altered since. Reads all of it."""
+    manifest = done_manifest(new, shard_id, plan_id)
+    if manifest is not None:
+        check_hashes(new, manifest, new.stamp_of(tar_name(shard_id)).sha256)
 
 
 def _link_shard(folder: DataFolder, new: DataFolder, shard_id: int) -> None:

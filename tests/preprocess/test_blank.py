@@ -295,6 +295,22 @@ def test_verify_finds_a_shard_that_another_list_blanked(
     copy.main("verify", copy.data_dir, fast=True).ends(65, "shard 00000")
 
 
+@pytest.mark.parametrize("name", ["shard-00000.tar", "shard-00001.tar", "digests/shard-00001.digests"])
+def test_blank_that_is_run_again_finds_what_was_altered_since(
+    made: Made, twice: tuple[World, World, World], tmp_path: Path, name: str
+) -> None:
+    world = made("json")[0]
+    copy = twice[0].copy(tmp_path)
+    names = tmp_path / "names.txt"
+    names.write_text("d1\n")
+    path = copy.data_dir / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    world.main("blank", world.data_dir, ids=names, output=copy.data_dir).ends(65, path)
+    path.write_bytes(content)
+    world.main("blank", world.data_dir, ids=names, output=copy.data_dir).ends(0)
+
+
 def test_a_data_set_that_is_blanked_again_replaces_the_copy_of_the_one_before(
     twice: tuple[World, World, World], tmp_path: Path
 ) -> None:

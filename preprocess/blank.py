@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -232,7 +233,7 @@ def check_places(folder: DataFolder, new: DataFolder, shard_ids: Iterable[int]) 
         before = read_manifest(folder, number).counts
         now = read_manifest(new, number).counts
         if before != now:
-            names = [each.name for each in dataclasses.fields(now)]
+            names = [each.name for each in msgspec.structs.fields(now)]
             names = [name for name in names if getattr(before, name) != getattr(now, name)]
             found = f"shard {number:05d}, made again, has another {', another '.join(names)} than in {folder}"
             expected = "the same: restore input and libraries, remove this folder, and run this again"

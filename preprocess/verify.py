@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -230,7 +231,7 @@ def _remake(
             published = read_manifest(folder, shard_id)
             others = [name for name in _COMPARED if getattr(published, name) != getattr(made, name)]
             differing = [names.STAMPED_NAMES[name](shard_id) for name in others]
-            for name in (item.name for item in dataclasses.fields(manifest.ShardCounts)):
+            for name in (item.name for item in msgspec.structs.fields(manifest.ShardCounts)):
                 before = getattr(published.counts, name)
                 now = getattr(made.counts, name)
                 if before != now:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import datetime
 import itertools
 import os
@@ -14,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
+
+import msgspec
 
 import shardprep
 from shardprep.format.manifest import Manifest, ShardCounts, SourceCounts, TextCounts, longest_of
@@ -25,10 +26,6 @@ from shardprep.format.spec import TokenizerSpec
 from shardprep.processes import python_command
 from slurm.state import DatasetState
 from slurm.status_data import status_of
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 REPORT_VERSION = 4  # increased when a field is removed or changes its meaning
 _NUMBERS = [name for name, kind in get_type_hints(ShardCounts).items() if kind is int]  # others are mappings
@@ -174,11 +171,11 @@ def _reported_plan(plan: Plan) -> ReportedPlan:
     )
 
 
-def _sums(counts: Iterable[DataclassInstance]) -> dict[str, int]:
+def _sums(counts: Iterable[msgspec.Struct]) -> dict[str, int]:
     """Add up several counts, field by field."""
     sums: Counter[str] = Counter()
     for each in counts:
-        for item in dataclasses.fields(each):
+        for item in msgspec.structs.fields(each):
             value = getattr(each, item.name)
             if isinstance(value, int):
                 sums[item.name] += value

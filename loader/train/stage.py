@@ -13,9 +13,10 @@ import os
 import socket
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardprep import files, publishing
 from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes, with_progress

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from preprocess.make.engine import Engine
 from preprocess.make.layout import BatchLayout
@@ -27,8 +27,7 @@ def read_blanked_of(plan: Plan, folder: DataFolder, shard_id: int) -> BlankedDoc
     return read_blanked(folder, plan, shard_id)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchEncoder:
+class BatchEncoder(Struct, frozen=True, kw_only=True):
     """Encodes batches of one shard. Threads and processes may share it."""
 
     plan: Plan

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from preprocess.make.token_ids import TokenBatch
 from preprocess.read.documents import DocumentBatch
@@ -19,8 +20,7 @@ Encode = Callable[[Texts, bool], TokenBatch]  # the flag says whether to add BOS
 EncodeChat = Callable[[Texts, Sequence[Spans], MaskRule], TokenBatch]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
+class Engine(Struct, frozen=True, kw_only=True):
     """A tokenizer that encodes as ``tokenizer.encode(text, add_special_tokens=adds_special_tokens)`` does."""
 
     name: str  # gigatoken or tokenizers

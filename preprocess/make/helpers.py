@@ -18,10 +18,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
+
+from msgspec.structs import replace
 
 from preprocess.make.arena import Arena
 from preprocess.make.engine import Engine

@@ -8,11 +8,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from preprocess.make.token_ids import NO_LOSS, Ids, TokenBatch
 from preprocess.read.documents import DocumentBatch
@@ -35,8 +35,7 @@ def starts_of(documents: DocumentBatch, digests: npt.NDArray[np.void]) -> Starts
     return starts
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowGroup:
+class RowGroup(Struct, frozen=True, kw_only=True):
     """The rows of one member."""
 
     rows: npt.NDArray[Any]  # token ids [num_rows, seq_len], of row_dtype, padded
@@ -121,8 +120,7 @@ class ConcatRows(Packer):
 Provenance = tuple[int, int, bytes]  # input number, byte in it, and digest
 
 
-@dataclass(kw_only=True)
-class _Row:
+class _Row(Struct, kw_only=True):
     """A row that is being filled."""
 
     ids: Ids

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from preprocess.read.documents import DocumentBatch, check_digest, read_records
 from preprocess.read.fields import text_fields_of

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from preprocess.read.formats import Numbers
 
 Ids = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBatch:
+class TokenBatch(Struct, frozen=True, kw_only=True):
     """Ids of consecutive documents: document i is ``ids[offsets[i]:offsets[i + 1]]``."""
 
     ids: Ids  # uint32[tokens]

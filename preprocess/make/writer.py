@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec.structs import asdict, replace
 
 from preprocess.make.attempt import AttemptMark, end_other_attempts
 from preprocess.make.counts import Counting

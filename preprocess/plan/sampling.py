@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from preprocess.read import documents, formats
 from preprocess.read.documents import DocumentBatch
@@ -68,7 +69,7 @@ def sample_documents(
             continue
         # The files are not compared with their stamps: workers do that.
         ranges = ranges_between(input_dir, inputs, place, following)
-        unchecked = (dataclasses.replace(each, planned=None) for each in ranges if each.start < each.end)
+        unchecked = (replace(each, planned=None) for each in ranges if each.start < each.end)
         some = list(itertools.islice(unchecked, files_each))
         batch_bytes = max(1, min(formats.BATCH_BYTES, bytes_each))
         batches = documents.DocumentReader(options, transform).read_ranges(some, batch_bytes)

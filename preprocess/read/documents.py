@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from preprocess.read.fields import text_fields_of
 from preprocess.read.formats import BATCH_BYTES, Numbers, Texts, format_of_kind, texts_of
@@ -36,8 +37,7 @@ _MAX_MESSAGE_CHARS = 4 << 20
 _TOO_LONG = UnusableText("too_long", f"its messages have more than {_MAX_MESSAGE_CHARS} characters")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BadDocument:
+class BadDocument(Struct, frozen=True, kw_only=True):
     """A document that is left out: a line of the quarantine file."""
 
     input: str  # path of its file, relative to the input folder
@@ -78,8 +78,7 @@ def advice_about(bad: Iterable[BadDocument], options: PlanOptions) -> list[str]:
     return ["Correct the input and plan again."]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentBatch:
+class DocumentBatch(Struct, frozen=True, kw_only=True):
     """A batch: consecutive documents of one input. Empty lines are counted, but are not documents."""
 
     input_number: int  # position of the file in the plan
@@ -148,7 +147,7 @@ class DocumentBatch:
                         input_offset=int(self.offsets[number]),
                         num_bytes=len(self.texts.each[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
-                        **vars(text),
+                        **asdict(text),
                         source=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )

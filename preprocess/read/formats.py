@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from preprocess.read import text_fields
 from preprocess.read.inputs import OpenInput, RangeReader
@@ -92,8 +92,7 @@ class Texts:
         return iter(self.each)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputRecords:
+class InputRecords(Struct, frozen=True, kw_only=True):
     """Consecutive lines or rows of a file: their texts, and where they are in the file."""
 
     texts: Texts | Sequence[bytes | UnusableText] = ()  # as UTF-8; in a list an empty text is not a document

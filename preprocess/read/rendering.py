@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import asdict
+
 from preprocess.read.answers import Answers, Message, Span, Unrendered, strings_in
 from preprocess.read.messages import parsed_conversation
 from preprocess.read.text_fields import UnusableText, from_json
@@ -84,7 +86,7 @@ def rendered_json(template: ChatTemplate, conversation: str) -> str:
     try:
         return json.dumps(_renderer(template).documents(conversation))
     except Unrendered as error:
-        return json.dumps(vars(UnusableText(*error.args)))
+        return json.dumps(asdict(UnusableText(*error.args)))
 
 
 @functools.lru_cache(maxsize=4)

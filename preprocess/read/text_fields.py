@@ -7,10 +7,10 @@ import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import orjson
+from msgspec import Struct
 
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.choices import choices_for
@@ -28,8 +28,7 @@ _MOST_KEPT = 4096  # files with fields of their own, at once
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
-@dataclass(frozen=True)
-class UnusableText:
+class UnusableText(Struct, frozen=True):
     """Why a record has no usable text: a reason, for the counts, and a detail for people."""
 
     reason: str  # see docs/format.md, "Documents left out"

@@ -24,11 +24,11 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
 
 from shardprep import errors, files
 from shardprep.errors import ShardprepError
@@ -67,8 +67,7 @@ _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
 _NUM_THREADS = 8  # opening a file on Lustre waits for a server
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """A shard that ``verify`` found to be wrong."""
 
     shard: Annotated[int, Meta(ge=0, le=names.MAX_SHARDS - 1)]
@@ -78,29 +77,27 @@ class Finding:
     check: Check  # of the verify that found it; a less thorough one cannot clear it
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FindingsFile:
+class _FindingsFile(Struct, frozen=True, kw_only=True):
     """The content of findings.json."""
 
     plan_id: Digest
     findings: list[Finding]
 
 
-class _PlanId(msgspec.Struct):
+class _PlanId(Struct):
     """The part of ``spec`` in index.json that ``is_verified`` compares."""
 
     plan_id: str
 
 
-class _IndexCounts(msgspec.Struct):
+class _IndexCounts(Struct):
     """The part of index.json that ``is_verified`` compares, see ``DatasetIndex``."""
 
     spec: _PlanId
     shards: list[tuple[int, int, int, int, int, int, str]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MadeShards:
+class MadeShards(Struct, frozen=True, kw_only=True):
     """The state of the shards in a folder, by shard id."""
 
     done: Mapping[int, Manifest]  # without ``run.texts``, which would take gigabytes for 10^5 shards

@@ -1,8 +1,9 @@
 """The JSON files of a data set: each has a ``format``, a ``version`` and hashes, and its values are checked.
 
 ``content_sha256``, the hash of its other values, detects flipped bits and edits by hand. The fields of a
-dataclass define the type and the bounds of each value; msgspec checks them. An error names the file, the
-place in it, what was found and what was expected.
+dataclass or Struct define the type and the bounds of each value; msgspec checks them. An error names the
+file, the place in it, what was found and what was expected. What a task imports is a Struct where it can be:
+each dataclass takes 0.7 ms to define, a Struct 0.02.
 """
 
 from __future__ import annotations

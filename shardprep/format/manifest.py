@@ -11,10 +11,10 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from msgspec import Meta
+import msgspec
+from msgspec import Meta, Struct, field
 
 from shardprep import errors, files
 from shardprep.files import Digest, FileStamp
@@ -32,8 +32,7 @@ LENGTH_BITS = 4  # binary digits of a length in TextCounts
 SHARD_ERRORS = (errors.BrokenShard, errors.MissingShard, errors.OtherPlan, errors.UnknownVersion)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceCounts:
+class SourceCounts(Struct, frozen=True, kw_only=True):
     """Counts of one source: a first subfolder of the input, or a value of --source_field."""
 
     num_documents: Count
@@ -44,7 +43,7 @@ class SourceCounts:
 
     def to_dict(self) -> dict[str, int]:
         """Return the counts that there are."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
 def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
@@ -56,8 +55,7 @@ def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, So
     return {name: SourceCounts(**sums[name]) for name in sorted(sums)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextCounts:
+class TextCounts(Struct, frozen=True, kw_only=True):
     """Counts of the texts of one source as encoded (stripped, transformed, rendered), for reports."""
 
     num_bytes: Count  # as UTF-8
@@ -71,8 +69,7 @@ def longest_of(low: int) -> int:
     return low + (1 << max(low.bit_length() - LENGTH_BITS, 0)) - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValidationCounts:
+class ValidationCounts(Struct, frozen=True, kw_only=True):
     """Counts of a shard's validation samples, which come last in its idx."""
 
     num_samples: Count
@@ -80,8 +77,7 @@ class ValidationCounts:
     num_tokens: Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardCounts:
+class ShardCounts(Struct, frozen=True, kw_only=True):
     """Counts of a shard. Equal inputs and options give equal counts."""
 
     num_samples: Annotated[int, Meta(ge=0, le=names.MAX_SAMPLES)]  # documents, or packed rows
@@ -106,8 +102,7 @@ class ShardCounts:
         return self.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
+class RunFacts(Struct, frozen=True, kw_only=True):
     """How a shard was made: where, when and at what cost. Used for reports, never for decisions."""
 
     engine: Text = ""
@@ -135,8 +130,7 @@ class RunFacts:
         return self.slurm.get("SLURM_ARRAY_JOB_ID") or self.slurm.get("SLURM_JOB_ID", "")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """shard-N.json."""
 
     spec: DatasetSpec
@@ -153,7 +147,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
-        content = asdict(self)
+        content: dict[str, Any] = msgspec.to_builtins(self)
         sources = {name: counts.to_dict() for name, counts in self.counts.sources.items()}
         content["counts"]["sources"] = sources
         if not self.counts.num_of_field:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from shardprep import errors, files
 from shardprep.files import Digest, FileStamp
@@ -42,7 +42,7 @@ def _leads_outside(name: str) -> bool:
     return not {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
-class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+class InputFile(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """An input file. ``mtime_ns`` is not in the plan's id: a copy or a touch changes nothing."""
 
     path: Text  # relative to the input folder, with /
@@ -56,7 +56,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
             raise ValueError(f"path is {self.path!a}, expected the path of a file below the input folder")
 
 
-class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Cut(Struct, frozen=True, array_like=True, gc=False):
     """Where a shard begins, or where the last one ends, in the concatenation of the sorted inputs."""
 
     input_number: Count
@@ -65,8 +65,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # of the shard's input, if hashed
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteRange:
+class ByteRange(Struct, frozen=True, kw_only=True):
     """The part of an input that belongs to one shard."""
 
     input_number: int  # position of the file in the plan
@@ -80,8 +79,7 @@ class ByteRange:
     name: str = ""  # its path in the input folder; "": unknown
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedShard:
+class PlannedShard(Struct, frozen=True, kw_only=True):
     """One shard of a plan, with all that is needed to make it."""
 
     shard_id: int

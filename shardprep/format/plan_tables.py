@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from shardprep import errors, files
 from shardprep.files import Digest
@@ -21,8 +20,7 @@ ROWS_PER_BLOCK = 512
 _MAX_BLOCK_BYTES = 16 << 20  # a path has at most 4 KiB
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Struct, frozen=True, kw_only=True):
     """The place of a table's rows in plan.json."""
 
     num_rows: Count

@@ -205,8 +205,6 @@ def read_attempts(
     for name in listed:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
-        place = f"{ATTEMPTS_FOLDER}/{name}"
-        path = folder.path_of(place)
         is_wanted = name.partition("_")[0] in of_jobs
         try:
             if _is_beyond(attempts, name, own, others, is_wanted=is_wanted):
@@ -226,8 +224,8 @@ def read_attempts(
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
         allowance.num_bytes -= _BYTES_OF_RECORD + _BYTES_OF_SHARD * len(record.shards)
-        record.path = str(path)
-        record.name = place
+        record.name = f"{ATTEMPTS_FOLDER}/{name}"
+        record.path = str(folder.path_of(record.name))
         record.is_own = is_own
         record.owner = _owner_name(status.st_uid)
         if status.st_uid != os.geteuid():  # another user may name any file as the log
@@ -264,6 +262,8 @@ def _is_beyond(attempts: Folder, name: str, own: _Allowance, others: _Allowance,
     """Return whether a record is one too many: of this user, or of all others. Raises as ``Folder``."""
     if not own.is_used_up and not others.is_used_up:
         return False
+    if own.is_used_up and others.is_used_up and not is_wanted:
+        return True  # whoever owns it
     status = attempts.status_of(name)
     if status is None:
         return True

@@ -103,8 +103,10 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         ("len(made.done) != spec.num_shards or made.wrong",
          "(len(made.done) != spec.num_shards and made.wrong)", "index.json has a row for each shard"),
     ],
-    "preprocess/verify.py": [
-        ("if is_there else", "if (not (is_there)) else", MESSAGE),
+    "preprocess/remade_shards.py": [
         ("allowed_cpus(offset=0)", "allowed_cpus(offset=(1))", SPEED),
+    ],
+    "preprocess/shard_checks.py": [
+        ("if is_there else", "if (not (is_there)) else", MESSAGE),
     ],
 }  # fmt: skip

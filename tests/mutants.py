@@ -62,6 +62,8 @@ TARGETS = (
     "preprocess/make/writer.py",
     "shardprep/format/done.py",
     "shardprep/format/manifest.py",
+    "preprocess/remade_shards.py",
+    "preprocess/shard_checks.py",
     "preprocess/verify.py",
 )
 TESTS = (

@@ -186,8 +186,8 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
 
     # The shards, their tokenizer, and the samples in them.
     by_source = _shards_by_source(options, group)
-    parts = [part for source_shards in by_source.values() for part in source_shards.parts]
-    shards = ShardSet(parts, options.split)
+    datasets = [dataset for of_source in by_source.values() for dataset in of_source.datasets]
+    shards = ShardSet(datasets, options.split)
     tokenizer = choose_tokenizer(shards, options.model_id)
     needs_starts = bool(boundaries) or options.origins
     samples = {
@@ -304,6 +304,6 @@ def _warn_of_no_eos(shards: ShardSet, options: LoaderOptions, tokenizer: LoaderT
     """Log a warning for documents without EOS that are not packed."""
     if options.seq_len is not None or options.is_validation or tokenizer.eos_token_id is None:
         return
-    if not all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets):
+    if not all(data.spec.append_eos or data.spec.has_rows for data in shards.with_idx):
         problem = "documents end without EOS, so a model fine-tuned on them never learns to stop"
         logger.warning(f"{problem}; pass seq_len=, or plan the data with --append_eos")

@@ -49,7 +49,7 @@ EQUIVALENT: dict[str, list[tuple[str, str, str]]] = {
         (_DIGITS, "(1 <= int(digits.min()) <= int(digits.max()) < _MAX_DIGITS)", SPEED),
         ("DECODE_BYTES = 128 * 1024", "DECODE_BYTES = 128 * (1025)", LIMIT),
         ("ids.max()) < 2**31", "ids.max()) < 2**(32)", "no vocabulary has such ids"),
-        ("data.dtype[part] == JSON", "(data.dtype[part] != JSON)", SPEED),
+        ("data.dtype[portion] == JSON", "(data.dtype[portion] != JSON)", SPEED),
         ("has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
     ],
     "loader/batch/run_reader.py": [

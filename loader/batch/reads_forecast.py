@@ -88,10 +88,11 @@ class _Unread:
         num_files = len(self._open_shards)
         num_bytes = 0
         for shard in self._open_shards:
-            part, row = self._samples.shards.locate(shard)
-            if part.records is not None:  # of a tar of another tool, whose samples were listed at the start
+            dataset, row = self._samples.shards.locate(shard)
+            # The samples of another tool's tar were listed at the start.
+            if dataset.records is not None:
                 continue
-            idx_bytes = int(part.num_samples[row]) * IDX_DTYPES[part.spec.kind].itemsize
+            idx_bytes = int(dataset.num_samples[row]) * IDX_DTYPES[dataset.spec.kind].itemsize
             if idx_bytes > HELD_IDX_BYTES:
                 num_files += 1
             else:
@@ -147,8 +148,8 @@ def staged_bytes(samples: Mapping[str, Samples]) -> int:
     """Return the bytes of tars and idx of all sources, which ``stage`` copies to a node's disk."""
     num_bytes = 0
     for each in samples.values():
-        for part in each.shards.parts:
-            num_bytes += int(part.tar_bytes.sum())
-            if part.records is None:
-                num_bytes += int(idx_num_bytes(part.spec.kind, part.num_samples).sum())
+        for dataset in each.shards.datasets:
+            num_bytes += int(dataset.tar_bytes.sum())
+            if dataset.records is None:
+                num_bytes += int(idx_num_bytes(dataset.spec.kind, dataset.num_samples).sum())
     return num_bytes

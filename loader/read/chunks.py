@@ -62,12 +62,12 @@ class Ragged:
         return Ragged([], flat_of, begins, counts, width)
 
     @staticmethod
-    def stacked(parts: list[Ragged]) -> Ragged:
-        """Concatenate the samples of each tick. All parts have equally many ticks."""
-        ends = np.cumsum([len(part.counts) for part in parts])
-        stacked = Ragged.empty((int(ends[-1]), parts[0].counts.shape[1]), parts[0].width)
-        for part, end in zip(parts, ends, strict=True):
-            stacked.put(slice(end - len(part.counts), end), part)
+    def stacked(several: list[Ragged]) -> Ragged:
+        """Concatenate the samples of each tick. All have equally many ticks."""
+        ends = np.cumsum([len(each.counts) for each in several])
+        stacked = Ragged.empty((int(ends[-1]), several[0].counts.shape[1]), several[0].width)
+        for each, end in zip(several, ends, strict=True):
+            stacked.put(slice(end - len(each.counts), end), each)
         return stacked
 
     def put(self, places: slice | tuple[Integers, Integers], other: Ragged) -> None:

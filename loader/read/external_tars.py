@@ -227,7 +227,7 @@ class _Sample(NamedTuple):
         if header is None or header_bytes > len(raw):
             raise self.broken(field, "no array of integers", "a .npy as numpy writes it")
         dtype = np.dtype(header[1].decode())
-        shape = tuple(int(part) for part in header[2].split(b",") if part.strip())
+        shape = tuple(int(number) for number in header[2].split(b",") if number.strip())
         if dtype not in map(np.dtype, dtypes) or len(shape) != num_dimensions:
             expected = f"a .npy of {' or '.join(dtypes)} with {num_dimensions} dimensions"
             raise self.broken(field, f"{dtype.str}{list(shape)}", expected)
@@ -275,7 +275,7 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
 
 def _packed_records(samples: list[_Sample]) -> tuple[IdxRecords, int]:
     """Return the _RECORD of each row, and the tokens per row. Reads no ids. Raises BrokenShard."""
-    parts: list[IdxRecords] = []
+    tables: list[IdxRecords] = []
     forms = set()
     for sample in samples:
         if not {IDS_FIELD, DOC_STARTS_FIELD} <= sample.fields.keys() <= _ROW_FIELDS:
@@ -313,5 +313,5 @@ def _packed_records(samples: list[_Sample]) -> tuple[IdxRecords, int]:
             if mask_shape != (num_rows, seq_len):
                 raise sample.broken(LOSS_MASK_FIELD, list(mask_shape), f"{[num_rows, seq_len]}")
             records["mask_offset"] = mask_at + row * seq_len
-        parts.append(records)
-    return np.concatenate(parts), seq_len
+        tables.append(records)
+    return np.concatenate(tables), seq_len

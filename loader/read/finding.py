@@ -57,8 +57,8 @@ def find_sources(
     found = {}
     for name, input_shards in sources.items():
         paths = _find_paths(input_shards, cache_dir)
-        parts = _shards_of(paths, count_tokens=count_tokens)
-        shards = ShardSet(parts, split)
+        datasets = _shards_of(paths, count_tokens=count_tokens)
+        shards = ShardSet(datasets, split)
         if split == "train":
             shards.refuse_unplanned()
         if split == "validation" and not is_for_validation:
@@ -67,7 +67,7 @@ def find_sources(
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="at least one")
-    _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
+    _check_sources([dataset for shards in found.values() for dataset in shards.with_idx])
     return found
 
 

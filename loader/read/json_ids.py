@@ -97,19 +97,19 @@ def join_ranges(begin: Int64s, lengths: Int64s) -> Int64s:
 
 
 def decode_samples(data: SampleBytes, numbers: Int64s) -> tuple[Int64s, Int32s]:
-    """Decode samples to (lengths, int64[len(numbers)], and all ids, int32), in parts of DECODE_BYTES."""
+    """Decode samples to (lengths, int64[len(numbers)], and all ids, int32), in portions of DECODE_BYTES."""
     memory = data.buffer.data
-    parts: list[tuple[Int64s, Int32s]] = []
+    decoded: list[tuple[Int64s, Int32s]] = []
     cuts = np.cumsum(data.num_bytes[numbers]) // DECODE_BYTES
-    for part in np.split(numbers, np.flatnonzero(np.diff(cuts)) + 1):
+    for portion in np.split(numbers, np.flatnonzero(np.diff(cuts)) + 1):
         found = None
-        if (data.dtype[part] == JSON).all():
-            spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
+        if (data.dtype[portion] == JSON).all():
+            spans = zip(data.start[portion].tolist(), data.num_bytes[portion].tolist(), strict=True)
             found = parse_id_lists([memory[start : start + size] for start, size in spans])
         if found is None:
-            found = _decode_one_by_one(data, part)
-        parts.append(found)
-    lengths, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+            found = _decode_one_by_one(data, portion)
+        decoded.append(found)
+    lengths, ids = (np.concatenate(each) for each in zip(*decoded, strict=True))
     expected = data.num_tokens[numbers]
     wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
     if wrong.size:
@@ -122,7 +122,7 @@ _ID_LIST_DECODER = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
 
 
 def _decode_one_by_one(data: SampleBytes, numbers: Int64s) -> tuple[Int64s, Int32s]:
-    parts: list[Int32s] = []
+    decoded: list[Int32s] = []
     for number in numbers.tolist():
         start = int(data.start[number])
         num_bytes = int(data.num_bytes[number])
@@ -130,15 +130,15 @@ def _decode_one_by_one(data: SampleBytes, numbers: Int64s) -> tuple[Int64s, Int3
         if dtype is None:
             raw = bytes(data.buffer[start : start + num_bytes])
             try:
-                parts.append(np.array(_ID_LIST_DECODER.decode(raw), np.int32))
+                decoded.append(np.array(_ID_LIST_DECODER.decode(raw), np.int32))
             except MsgspecError as error:
                 raise data.broken(number, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
             continue
         ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
         if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
             raise data.broken(number, f"ids from {ids.min()} to {ids.max()}")
-        parts.append(ids.astype(np.int32))
-    return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
+        decoded.append(ids.astype(np.int32))
+    return np.array([len(each) for each in decoded], np.int64), np.concatenate(decoded)
 
 
 def check_vocab(

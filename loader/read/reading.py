@@ -40,34 +40,34 @@ HELD_IDX_BYTES = 256 << 10  # an idx up to this size is read at opening, a large
 class OpenShard:
     """A tar, open for reading. The records of its samples are in memory, or are read from its open idx."""
 
-    def __init__(self, part: DatasetShards, shard_index: int) -> None:
-        """Open a shard of ``part``. Raises MissingShard, BrokenShard or OSError."""
-        path = part.path_of(shard_index)
-        shard_id = int(part.shard_ids[shard_index])
-        self.part = part
+    def __init__(self, dataset: DatasetShards, shard_index: int) -> None:
+        """Open a shard of ``dataset``. Raises MissingShard, BrokenShard or OSError."""
+        path = dataset.path_of(shard_index)
+        shard_id = int(dataset.shard_ids[shard_index])
+        self.dataset = dataset
         self._shard_id = shard_id
         self.cached: dict[str, Int64s] = {}  # numbers computed from the idx, until the shard is closed
         self.dtype: int | None = None  # index in TOKEN_DTYPES for all ids; None: the records have it
-        self._records: Any = part.records  # the idx's records in memory; None: they are read from the idx
+        self._records: Any = dataset.records  # the idx's records in memory; None: they are read from the idx
         self._idx: IdxFile | None = None
         with contextlib.ExitStack() as opened:  # closes the files if something fails
             try:
-                self.tar = opened.enter_context(part.open_tar(shard_index))
+                self.tar = opened.enter_context(dataset.open_tar(shard_index))
             except NOT_THERE:
                 raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
-            expected = int(part.tar_bytes[shard_index])
+            expected = int(dataset.tar_bytes[shard_index])
             if self.tar.num_bytes != expected:
-                changed = " (changed since the scan)" if part.scanned_tar else ""
+                changed = " (changed since the scan)" if dataset.scanned_tar else ""
                 found = f"{self.tar.num_bytes} bytes{changed}"
                 raise BrokenShard(path=path, found=found, expected=expected, remedy=self.remedy)
             if self._records is None:
-                idx = self._idx = IdxFile(part.folder, part.spec, shard_id)
+                idx = self._idx = IdxFile(dataset.folder, dataset.spec, shard_id)
                 opened.enter_context(idx.file)
-                expected = int(part.num_samples[shard_index])
+                expected = int(dataset.num_samples[shard_index])
                 if idx.num_samples != expected:
                     found = f"{idx.num_samples} samples"
                     raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
-                dtype = None if part.spec.kind == "json" else part.spec.dtype
+                dtype = None if dataset.spec.kind == "json" else dataset.spec.dtype
                 self.dtype = TOKEN_DTYPES.index(dtype)
                 if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
                     self._records = idx.read(slice(0, idx.num_samples))
@@ -78,7 +78,7 @@ class OpenShard:
     @property
     def remedy(self) -> str | None:
         """Return the command that makes the shard again, or None for a tar of another tool."""
-        return None if self.part.scanned_tar else commands.shard(self._shard_id, self.part.folder)
+        return None if self.dataset.scanned_tar else commands.shard(self._shard_id, self.dataset.folder)
 
     def close(self) -> None:
         self.tar.close()
@@ -94,12 +94,12 @@ class OpenShard:
         if isinstance(numbers, slice):
             return self._idx.read(numbers)
         # One read for consecutive records. bounds: where they begin in ``numbers``, and its length.
-        bounds = [*_first_of_parts(np.diff(numbers) != 1).tolist(), len(numbers)]
-        parts = []
+        bounds = [*_group_begins(np.diff(numbers) != 1).tolist(), len(numbers)]
+        tables = []
         for first, end in pairwise(bounds):
             consecutive = slice(int(numbers[first]), int(numbers[end - 1]) + 1)
-            parts.append(self._idx.read(consecutive))
-        return np.concatenate(parts)
+            tables.append(self._idx.read(consecutive))
+        return np.concatenate(tables)
 
 
 _ALIGN_BYTES = 64
@@ -128,9 +128,9 @@ class SampleBytes(NamedTuple):
         """Return the error for a sample whose bytes are not valid token ids. ``number``: in these arrays."""
         sample = self.sample[number]
         shard = int(self.shards.shard_of(sample))
-        part, shard_index = self.shards.locate(shard)
+        dataset, shard_index = self.shards.locate(shard)
         found = f"sample {self.shards.record_numbers(sample, shard)} contains {found}"
-        return BrokenShard(path=part.path_of(shard_index), found=found)
+        return BrokenShard(path=dataset.path_of(shard_index), found=found)
 
 
 class _Records(NamedTuple):
@@ -199,17 +199,17 @@ class ShardReader:
             return shard
         while len(self._open) >= self._max_open:
             self._open.popitem(last=False)[1].close()
-        part, shard_index = self._shards.locate(number)
-        what = f"{part.path_of(shard_index)} cannot be opened"
-        self._open[number] = with_retries(what, partial(OpenShard, part, shard_index))
+        dataset, shard_index = self._shards.locate(number)
+        what = f"{dataset.path_of(shard_index)} cannot be opened"
+        self._open[number] = with_retries(what, partial(OpenShard, dataset, shard_index))
         return self._open[number]
 
     def close(self) -> None:
         self._buffer = np.empty(0, np.uint8)
         while self._open:
             self._open.popitem()[1].close()
-        for part in self._shards.datasets:
-            part.folder.close()
+        for dataset in self._shards.with_idx:
+            dataset.folder.close()
 
     def _records(self, number: int, records: slice | Int64s) -> Any:
         """Return the idx records of shard ``number`` with some numbers, in ascending order."""
@@ -248,9 +248,9 @@ class ShardReader:
         self._empty_buffer(len(samples))
         all_records = []
         all_places = []
-        for part in self._parts_of(shard):
-            records = self._look_up(shard[part], record[part], starts=starts)
-            all_places.append(self._read_part(records, record[part], starts=starts))
+        for here in self._slices_of_few_shards(shard):
+            records = self._look_up(shard[here], record[here], starts=starts)
+            all_places.append(self._read_into_buffer(records, record[here], starts=starts))
             all_records.append(records)
         records = _joined(all_records or [_Records.zeros(0)])
         self._check_sizes(records)
@@ -286,12 +286,12 @@ class ShardReader:
             bounds = self._shards.first_sample[number : number + 2]
             begin, end = self._shards.record_numbers(bounds, number).tolist()
             cuts = [*range(begin, end, _IDX_RECORDS), end]
-            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
-            self.opened(number).cached["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
+            counts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
+            self.opened(number).cached["num_tokens"] = np.concatenate([np.empty(0, np.int64), *counts])
         return self.opened(number).cached["num_tokens"]
 
     def opening_order(self, shards: Int64s) -> Int64s:
-        """Rotate ascending shards, so that each process begins with another part: int64[n] -> int64[n]."""
+        """Rotate ascending shards, so that each process begins with another shard: int64[n] -> int64[n]."""
         return np.roll(shards, -self._num_before(len(shards)))
 
     def _num_before(self, num_shards: int) -> int:
@@ -305,15 +305,15 @@ class ShardReader:
         """
         by_shard = np.argsort(samples)
         shard = self._shards.shard_of(samples[by_shard])
-        first = _first_of_parts(shard[1:] != shard[:-1])
+        first = _group_begins(shard[1:] != shard[:-1])
         begin = int(first[self._num_before(len(first))])
         return np.roll(by_shard, -begin), np.roll(shard, -begin)
 
-    def _parts_of(self, shard: Int64s) -> Iterator[slice]:
-        """Yield the samples that are read together: of a few shards, which are open at the same time."""
+    def _slices_of_few_shards(self, shard: Int64s) -> Iterator[slice]:
+        """Yield slices of samples, each of a few shards, which are open at the same time."""
         if not len(shard):
             return
-        first = _first_of_parts(shard[1:] != shard[:-1])
+        first = _group_begins(shard[1:] != shard[:-1])
         begins = first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist()
         for begin, end in pairwise([*begins, len(shard)]):
             yield slice(begin, end)
@@ -322,7 +322,7 @@ class ShardReader:
         """Return what the idx says of some samples. ``record``: their numbers in the idx of their shard."""
         records = _Records.zeros(len(shard))
         records.shard[:] = shard
-        first = _first_of_parts(shard[1:] != shard[:-1])
+        first = _group_begins(shard[1:] != shard[:-1])
         for begin, end in pairwise([*first.tolist(), len(shard)]):
             here = slice(begin, end)
             number = int(shard[begin])
@@ -336,12 +336,12 @@ class ShardReader:
             if starts:
                 records.starts_offset[here] = of_idx["starts_offset"]
                 records.num_starts[here] = of_idx["num_starts"]
-            if opened.part.spec.record == "chat":  # its rows have a loss mask
+            if opened.dataset.spec.record == "chat":  # its rows have a loss mask
                 records.mask_offset[here] = of_idx["mask_offset"]
                 records.mask_bytes[here] = self._shards.row_tokens
         return records
 
-    def _read_part(self, records: _Records, record: Int64s, *, starts: bool) -> _Places:
+    def _read_into_buffer(self, records: _Records, record: Int64s, *, starts: bool) -> _Places:
         """Read some samples into the buffer, and return where they are there."""
         neighbours = self._neighbours(records.shard, record)
         start = self._read_ranges(records, neighbours, records.offset, records.num_bytes)
@@ -383,7 +383,7 @@ class ShardReader:
         is_apart = neighbours.are_apart | (gap < 0) | (gap > _MOST_GAP_BYTES)
         if self._shards.row_tokens:  # rows and starts stay at multiples of 4 bytes, to view them as ids
             is_apart |= gap % 4 > 0
-        first = _first_of_parts(is_apart)
+        first = _group_begins(is_apart)
         num_samples = np.diff(first, append=len(begins))
         begin = begins[first]
         return _Spans(shard[first], begin, ends[first + num_samples - 1] - begin, num_samples)
@@ -420,7 +420,7 @@ class ShardReader:
         self._refuse(records.shard, wrong)
 
     def _check_sizes(self, records: _Records) -> None:
-        """Raise BrokenShard if samples have not as many bytes as ids. All at once: 6 % less than by part."""
+        """Raise BrokenShard if samples have not as many bytes as ids. All in one call: it takes 6 % less."""
         row_tokens = self._shards.row_tokens
         token_bytes = _TOKEN_BYTES[records.dtype]
         num_ids = row_tokens or records.num_tokens
@@ -439,13 +439,13 @@ class ShardReader:
             raise BrokenShard(path=tar.path, found=found, expected=expected, remedy=remedy)
 
 
-def _joined(parts: list[Columns]) -> Columns:
-    """Join the arrays of parts. Most reads have one part, and joining takes longer than all else there."""
-    if len(parts) == 1:
-        return parts[0]
-    return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
+def _joined(tables: list[Columns]) -> Columns:
+    """Join the arrays of several reads. Most often there is one, and joining would take longest of all."""
+    if len(tables) == 1:
+        return tables[0]
+    return type(tables[0])(*map(np.concatenate, zip(*tables, strict=True)))
 
 
-def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return the first index of each part of n items by the cuts between them: bool[n - 1] -> intp[parts]."""
+def _group_begins(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Return where groups of n items begin, by the cuts between items: bool[n - 1] -> intp[groups]."""
     return np.concatenate([[0], np.flatnonzero(is_cut) + 1])

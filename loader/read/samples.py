@@ -65,11 +65,11 @@ class Samples:
         data = reader.read(samples.T.reshape(-1), starts=self.starts)  # tick by tick, as in chunks
         return partial(self._chunk_of, data, len(samples))
 
-    def _chunk_of(self, data: SampleBytes, part_samples: int, first: int, end: int) -> Chunk:
-        """Return ticks of a window. ``part_samples``: of a tick, in the part that this process reads."""
-        by_tick = np.arange(first * part_samples, end * part_samples)
+    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
+        """Return ticks of a window. ``tick_samples``: of a tick, as many as this process reads."""
+        by_tick = np.arange(first * tick_samples, end * tick_samples)
         counts, ids, num_cut_tokens = self._decode(data, by_tick)
-        lengths = counts.astype(np.int32).reshape(-1, part_samples).T
+        lengths = counts.astype(np.int32).reshape(-1, tick_samples).T
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut_tokens=num_cut_tokens)
         if not self.origins:
             return chunk
@@ -118,9 +118,9 @@ class Samples:
 class PackedRows(Samples):
     """Rows of one length that ``plan`` packed. Ids stay in the reader's buffer until their tick is needed."""
 
-    def _chunk_of(self, data: SampleBytes, part_samples: int, first: int, end: int) -> Chunk:
-        by_tick = np.arange(first * part_samples, end * part_samples)
-        rows = by_tick.reshape(-1, part_samples).T
+    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
+        by_tick = np.arange(first * tick_samples, end * tick_samples)
+        rows = by_tick.reshape(-1, tick_samples).T
         differs = data.dtype != data.dtype[0]
         if differs.any():
             raise data.broken(int(differs.argmax()), "ids of another width than other rows")
@@ -189,7 +189,7 @@ class JoinedRows(Samples):
     keeps_tail: bool = False  # the remaining tokens become a row that is not full
 
     def __post_init__(self) -> None:
-        have_eos = all(part.records is None and part.spec.append_eos for part in self.shards.parts)
+        have_eos = all(each.records is None and each.spec.append_eos for each in self.shards.datasets)
         if self.eos_token_id is None and not have_eos:
             found = "shards without EOS after documents, and a tokenizer without EOS"
             raise UsageError(found=found, expected="--append_eos in plan, or a tokenizer with an eos_token")
@@ -209,10 +209,10 @@ class JoinedRows(Samples):
         """Return the token at which each shard begins in the stream, and T: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
         reader = ShardReader(self.shards)
-        for part, first in zip(self.shards.parts, self.shards.first_of_part, strict=False):
-            shards = np.arange(first, first + len(part.num_samples))
-            if part.records is None and self.shards.split is None:
-                sizes[shards] = part.num_tokens + part.num_samples * (not part.spec.append_eos)
+        for dataset, first in zip(self.shards.datasets, self.shards.first_of_dataset, strict=False):
+            shards = np.arange(first, first + len(dataset.num_samples))
+            if dataset.records is None and self.shards.split is None:
+                sizes[shards] = dataset.num_tokens + dataset.num_samples * (not dataset.spec.append_eos)
                 continue
             for number in shards.tolist():  # 0.1 ms each
                 sizes[number] = self._lengths_with_eos(reader, number).sum()
@@ -221,10 +221,10 @@ class JoinedRows(Samples):
 
     def _lacks_eos(self, number: int, documents: Int64s) -> npt.NDArray[np.bool_]:
         """Return which of some documents of a shard lack an EOS: bool[documents]."""
-        part, _ = self.shards.locate(number)
-        if part.records is None:
-            return np.full(len(documents), not part.spec.append_eos)
-        last_id: Int64s = part.records["last_id"][self.shards.record_numbers(documents, number)]
+        dataset, _ = self.shards.locate(number)
+        if dataset.records is None:
+            return np.full(len(documents), not dataset.spec.append_eos)
+        last_id: Int64s = dataset.records["last_id"][self.shards.record_numbers(documents, number)]
         return last_id != self.eos_token_id
 
     def _lengths_with_eos(self, reader: ShardReader, number: int) -> Int64s:

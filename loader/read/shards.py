@@ -110,18 +110,18 @@ class ShardSet:
     validation the last ones, so training samples have the same record numbers as without a split.
     """
 
-    def __init__(self, parts: Iterable[DatasetShards], split: SplitName | None = None) -> None:
-        self.parts = tuple(parts)
-        self.datasets = [part for part in self.parts if part.records is None]
-        self.has_external = len(self.datasets) < len(self.parts)
-        # Shard s has the index s - first_of_part[i] in part i: int64[parts + 1].
-        self.first_of_part = np.cumsum([0, *(len(part.num_samples) for part in self.parts)])
+    def __init__(self, datasets: Iterable[DatasetShards], split: SplitName | None = None) -> None:
+        self.datasets = tuple(datasets)
+        self.with_idx = [each for each in self.datasets if each.records is None]
+        self.has_external = len(self.with_idx) < len(self.datasets)
+        # Shard s has the index s - first_of_dataset[i] in data set i: int64[data sets + 1].
+        self.first_of_dataset = np.cumsum([0, *(len(each.num_samples) for each in self.datasets)])
         # Whether some plan holds documents out. All samples of other data sets are for validation.
-        self.has_planned = any(part.spec.validation_fraction > 0 for part in self.parts)
+        self.has_planned = any(each.spec.validation_fraction > 0 for each in self.datasets)
         self.split = split if self.has_planned else None  # None: the samples of both sides
         # Of each shard: all records, those for validation, and the first of these: int64[shards].
-        self.num_records = np.concatenate([part.num_samples for part in self.parts])
-        num_held_out = np.concatenate([part.num_validation for part in self.parts])
+        self.num_records = np.concatenate([each.num_samples for each in self.datasets])
+        num_held_out = np.concatenate([each.num_validation for each in self.datasets])
         self.first_held_out = self.num_records - num_held_out
         # The samples of this side: how many of each shard, and the record of the first one: int64[shards].
         num_of_side = self.num_records
@@ -135,11 +135,11 @@ class ShardSet:
         self.first_sample = np.concatenate([[0], np.cumsum(num_of_side)]).astype(np.int64)
         self.num_shards = len(num_of_side)
         self.num_samples = int(self.first_sample[-1])
-        lengths = {part.spec.seq_len for part in self.parts}  # 0 for documents
+        lengths = {each.spec.seq_len for each in self.datasets}  # 0 for documents
         self.has_rows = any(lengths)  # whether some samples are packed rows
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0  # 0 unless all are rows of one length
-        self.has_masks = any(part.spec.record == "chat" for part in self.parts)
-        num_tokens = sum(int(part.num_tokens.sum()) for part in self.parts)
+        self.has_masks = any(each.spec.record == "chat" for each in self.datasets)
+        num_tokens = sum(int(each.num_tokens.sum()) for each in self.datasets)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # approximate
 
     def record_numbers(self, samples: Int64s, shard: Int64s | int) -> Int64s:
@@ -147,13 +147,13 @@ class ShardSet:
         return samples - self.first_sample[shard] + self._first_of_side[shard]
 
     def shard_of(self, samples: Int64s) -> Int64s:
-        """Return the shard of each sample, counted through all parts, in the same shape."""
+        """Return the shard of each sample, counted through all data sets, in the same shape."""
         return np.searchsorted(self.first_sample, samples, side="right") - 1
 
     def locate(self, shard: int) -> tuple[DatasetShards, int]:
-        """Return the part that has a shard, counted through all parts, and the shard's index in it."""
-        number = int(np.searchsorted(self.first_of_part, shard, side="right")) - 1
-        return self.parts[number], shard - int(self.first_of_part[number])
+        """Return the data set of a shard, counted through all data sets, and the shard's index in it."""
+        number = int(np.searchsorted(self.first_of_dataset, shard, side="right")) - 1
+        return self.datasets[number], shard - int(self.first_of_dataset[number])
 
     def origin(self, name: str, shard: int, sample: int, document: int) -> Origin:
         """Return where a document of ``batch["origins"]`` is stored. Raises UsageError."""
@@ -173,17 +173,17 @@ class ShardSet:
         return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 
     def refuse_unplanned(self) -> None:
-        """Raise UsageError if a part has no documents that are held out. For ``split="train"``."""
-        if all(part.spec.validation_fraction > 0 for part in self.parts):
+        """Raise UsageError if a data set has no documents that are held out. For ``split="train"``."""
+        if all(each.spec.validation_fraction > 0 for each in self.datasets):
             return
-        path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
+        path = next((each.folder for each in self.with_idx if not each.spec.validation_fraction), None)
         remedy = "--validation_fraction"
         expected = f"data sets that were planned with {remedy}; plan the data with it, or omit split"
         raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
 
     def refuse_training_sets(self) -> None:
         """Raise UsageError for a data set that holds nothing out and is not for validation as a whole."""
-        for dataset in self.datasets:
+        for dataset in self.with_idx:
             if dataset.spec.validation_fraction > 0 or _is_for_validation(dataset.folder):
                 continue
             remedy = f'input_shards={{"{VALIDATION}": {str(dataset.folder)!r}}}'
@@ -201,26 +201,26 @@ class ShardSet:
             return ""
         if self.split is None:
             return "split: none, so documents that are held out for validation are included"
-        fractions = {part.spec.validation_fraction for part in self.datasets} - {0}
+        fractions = {each.spec.validation_fraction for each in self.with_idx} - {0}
         percents = ", ".join(f"{100 * fraction:g}%" for fraction in sorted(fractions))
         return f"split: {self.split}; {percents} of the documents are held out for validation"
 
     @property
     def blank_id(self) -> int | None:
         """Return the binary id of blanked documents, or None if no document is blanked."""
-        found = [blank_id(part.spec.tokenizer.vocab_size) for part in self.datasets if part.has_blanks]
+        found = [blank_id(each.spec.tokenizer.vocab_size) for each in self.with_idx if each.has_blanks]
         return found[0] if found else None
 
     @property
     def tar_bytes(self) -> int:
         """Return the bytes of all tars; for a split, in proportion to its number of samples."""
-        num_bytes = sum(int(np.sum(part.tar_bytes)) for part in self.parts)
+        num_bytes = sum(int(np.sum(each.tar_bytes)) for each in self.datasets)
         return num_bytes * self.num_samples // max(int(self.num_records.sum()), 1)
 
     @property
     def fingerprint(self) -> str:
-        """Hash all parts in their order: sha256."""
-        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+        """Hash all data sets in their order: sha256."""
+        return hashlib.sha256("".join(each.fingerprint for each in self.datasets).encode()).hexdigest()
 
 
 def _is_for_validation(folder: DataFolder) -> bool:

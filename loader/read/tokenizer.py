@@ -94,7 +94,7 @@ class LoaderTokenizer:
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
     """Return the data set's own tokenizer, which needs no network, else the tokenizer of ``model_id``."""
-    datasets = shards.datasets
+    datasets = shards.with_idx
     model_id = None if model_id is None else os.fspath(model_id)
     if shards.has_external and model_id is None and datasets:
         found = "tars that other tools wrote, beside data sets"

@@ -78,11 +78,11 @@ def _first_shards(shards: ShardSet, num_samples: float) -> list[str]:
     """Return the first shards that have about so many samples, at least one: paths or patterns of tars."""
     num_left = max(int(np.abs(shards.first_sample - num_samples).argmin()), 1)
     paths = []
-    for part in shards.parts:
-        ids = part.shard_ids[:num_left]
+    for dataset in shards.datasets:
+        ids = dataset.shard_ids[:num_left]
         num_left -= len(ids)
-        if part.records is None and len(ids) > 1 and int(ids[-1] - ids[0]) == len(ids) - 1:
-            paths.append(f"{part.folder}/shard-{{{ids[0]:05d}..{ids[-1]:05d}}}.tar")
+        if dataset.records is None and len(ids) > 1 and int(ids[-1] - ids[0]) == len(ids) - 1:
+            paths.append(f"{dataset.folder}/shard-{{{ids[0]:05d}..{ids[-1]:05d}}}.tar")
         else:
-            paths += [str(part.path_of(row)) for row in range(len(ids))]
+            paths += [str(dataset.path_of(row)) for row in range(len(ids))]
     return paths

@@ -211,7 +211,7 @@ def _print_steps(loader: TokenLoader, *, is_json: bool) -> int:
 
 def _blanked_samples(shards: ShardSet) -> Int64s:
     """Return the stored samples that contain a part of a blanked document: int64[n], ascending."""
-    plans = {data.folder: need_plan(data.folder) for data in shards.datasets if data.has_blanks}
+    plans = {data.folder: need_plan(data.folder) for data in shards.with_idx if data.has_blanks}
     remade = {folder: {*ids_of_ranges(plan.options.blanked)} for folder, plan in plans.items()}
     found = [np.zeros(0, np.int64)]
     for number in range(shards.num_shards):

@@ -63,7 +63,7 @@ __all__ = sorted(_MODULE_OF_NAME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use. torch takes seconds; only CausalLMCollator needs transformers."""
+    """Import a name at its first use, as torch takes seconds. Only CausalLMCollator needs transformers."""
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:

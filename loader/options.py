@@ -137,12 +137,12 @@ class LoaderOptions:
 
     @property
     def row_tokens(self) -> int | None:
-        """Return the tokens of a row that is packed at load time; None: documents are not packed."""
+        """Return the tokens of a row that is packed at load time, or None if documents are not packed."""
         return None if self.seq_len is None else self.seq_len + self.num_cut_columns
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the tokens to which documents are truncated; None: to any number."""
+        """Return the tokens to which documents are truncated, or None if they are not."""
         return None if self.max_length is None else self.max_length + self.num_cut_columns
 
     @property

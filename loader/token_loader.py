@@ -299,7 +299,7 @@ class TokenLoader(DataLoader[Batch]):
         self._stream = self._new_stream(self.metrics, self.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as a few integers, with the fingerprint of data and order; equal on all ranks.
+        """Return the position as a few integers, with the fingerprint of data and order, equal on all ranks.
 
         Save it after the optimizer's step: the newest batch counts as trained, unless you called ``follow``.
         """

@@ -67,7 +67,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
 
 
 def _pools_of(folder: Path) -> list[str]:
-    """Return the pools in which new files of a folder are placed; [] for all OSTs, or if it is not known."""
+    """Return the pools that a folder's new files are placed in, or [] for all OSTs or if it is not known."""
     try:
         shown = run_lfs("getstripe", "-d", "-y", folder)
     except LustreError:

@@ -152,7 +152,7 @@ def with_progress(label: str, items: Collection[T], *, unit: str = "shards") -> 
 
 
 def short_number(value: float) -> str:
-    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix; ``512`` for 512."""
+    """Return ``12.3 M`` for 12345678, three digits and a decimal prefix, and ``512`` for 512."""
     return " ".join(filter(None, _scaled(value)))
 
 

@@ -149,7 +149,7 @@ class ReadFile:
     _handle = -1
 
     def __init__(self, path: Path | PathOf, handle: int | None = None) -> None:
-        """Open a file. ``handle``: a descriptor of the file, if it is open already; this object closes it."""
+        """Open a file. ``handle``: a descriptor if it is open already, which this object closes."""
         self._path = path
         self._handle = open_regular(self.path) if handle is None else handle
         self.num_bytes = self.status().st_size
@@ -332,7 +332,7 @@ def is_link(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none if it does not exist. Raises ReadWriteError."""
+    """Return the names in a folder, sorted, or none if it does not exist. Raises ReadWriteError."""
     try:
         with errors_named(folder):
             return sorted(os.listdir(folder))  # noqa: PTH208 - 10^5 Paths take 1 s

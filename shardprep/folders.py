@@ -78,7 +78,7 @@ class Folder:
     _handle: _Handle | None = None
 
     def __init__(self, path: Path | str, *, writable: re.Pattern[str], may_be_link: bool = True) -> None:
-        """``may_be_link``: whether ``path`` itself may be a link; a path that a person gave may be one."""
+        """``may_be_link``: whether ``path`` itself may be a link, such as one that a person gave."""
         self.path = Path(path)
         self._writable = writable
         self._flags = _FOLDER if may_be_link else _FOLDER | os.O_NOFOLLOW
@@ -248,7 +248,7 @@ class Folder:
             return FileStamp(num_bytes=file.num_bytes, sha256=file.sha256())
 
     def status_of(self, name: str) -> os.stat_result | None:
-        """Return the status of whatever has this name, a link's own; None if nothing has it."""
+        """Return the status of whatever has this name, a link's own, or None if nothing has it."""
         try:
             with files.errors_named(partial(self.path_of, name)):
                 parent, last = self._reach(name)
@@ -270,7 +270,7 @@ class Folder:
         return status is not None and stat.S_ISDIR(status.st_mode)
 
     def names(self, subfolder: str = "") -> list[str]:
-        """Return the names in the folder or in one below it, sorted; none if it does not exist."""
+        """Return the names in the folder or in one below it, sorted, or none if it does not exist."""
         try:
             with files.errors_named(self.path_of(subfolder)):
                 # Opened again: threads that list through one descriptor would disturb each other.
@@ -409,7 +409,7 @@ class Folder:
             os.close(handle)
 
     def append(self, name: str, data: bytes, *, mode: int = 0o666) -> None:
-        """Append to a file by a single write; create it, if missing. Raises OSError, CannotWrite."""
+        """Append to a file by a single write, and create it if it is missing. Raises OSError, CannotWrite."""
         parent, last = self._reach_to_write(name)
         handle = os.open(last, _CREATE | os.O_APPEND, mode, dir_fd=parent.fd)
         try:

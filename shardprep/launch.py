@@ -135,7 +135,7 @@ def _place(node: int, num_nodes: int, rank: int, size: int) -> NodePlace:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Parse ``2(x3),1`` into [2, 2, 2, 1]; [] for other text."""
+    """Parse ``2(x3),1`` into [2, 2, 2, 1], and other text into []."""
     sizes: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

@@ -61,7 +61,7 @@ class PublishedFile:
     """
 
     def __init__(self, path: Path, folder: int | None = None) -> None:
-        """Create the temporary file. ``folder``: a descriptor of ``path``'s folder; this object closes it."""
+        """Create the temporary file. ``folder``: a descriptor of its folder, which this object closes."""
         self.path = path
         self.num_bytes = 0
         self._digest = hashlib.sha256()

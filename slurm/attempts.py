@@ -177,7 +177,7 @@ class _Recorded:
         self._starts = {(*record.key, record.num_restarts) for record in records}
 
     def has(self, job: Job | None, key: tuple[str, int]) -> bool:
-        """Return whether a task has a record; of one that is live, whether this start has."""
+        """Return whether a task has a record, or if it is live, whether this start of it has."""
         if job and job.is_live:
             return (*key, job.num_restarts) in self._starts
         return key in self._tasks

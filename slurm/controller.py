@@ -123,7 +123,7 @@ def why_not_verified(options: SendOptions, state: DatasetState) -> str:
 
 
 def finish(state: DatasetState, why: str, request: JobRequest) -> int:
-    """End --until_done: write the report, or say why a person must help; then run --notify."""
+    """End --until_done: write the report or say why a person must help, and run --notify."""
     folder = state.folder
     code = 0
     if why:

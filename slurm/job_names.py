@@ -16,5 +16,5 @@ OUR_NAME = re.compile(rf"{JOB_NAME}-[0-9a-f]{{12}}-[0-9a-f.]+-\d+({VERIFY}|{CONT
 
 
 def job_name_prefix(folder: Path, plan_id: str) -> str:
-    """Return the prefix of the names of a data set's jobs; the number of the submission follows it."""
+    """Return the prefix of the names of a data set's jobs, which the number of the submission follows."""
     return f"{JOB_NAME}-{plan_id[:12]}-{attempts.folder_identity(DataFolder(folder))}-"

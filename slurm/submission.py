@@ -63,7 +63,7 @@ class SmallJob:
     limits: Limits
 
     def submit(self, *options: str) -> str:
-        """Submit it and return its id. Raises as ``submit_script`` does; a refusal names the job."""
+        """Submit it and return its id. Raises as ``submit_script`` does. A refusal names the job."""
         try:
             return submit_script(self.script, *options)
         except SlurmRefused as error:

@@ -52,7 +52,7 @@ def _position_ids(at: BatchEdges) -> torch.Tensor:
 
 
 def _segment_ids(at: BatchEdges) -> torch.Tensor:
-    """Number the documents of each row from 1; padding is 0."""
+    """Number the documents of each row from 1, and padding as 0."""
     # rows, within, numbers: int64[edges]
     rows, within = np.divmod(at.begins, at.shape[1])
     numbers = np.arange(len(rows))

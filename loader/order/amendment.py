@@ -59,7 +59,7 @@ def _up_to(run: Run, step: int, asked: Run) -> Run:
 
 
 def last_amended(run: Run) -> int:
-    """Return the step at which the last amendment begins; 0 without one."""
+    """Return the step at which the last amendment begins, or 0 without one."""
     return max((stage.step for stage in run.stages if stage.is_amended), default=0)
 
 

@@ -129,7 +129,7 @@ def _is_weight(value: object) -> bool:
 
 
 def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
-    """Return each source's share of the samples. ``means``: tokens per sample; 1 for weights in samples."""
+    """Return each source's share of the samples. ``means``: tokens per sample, 1 for weights in samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
     are_known = given.keys() <= means.keys()

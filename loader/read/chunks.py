@@ -125,7 +125,7 @@ class Edges(NamedTuple):
 
     @staticmethod
     def of_rows(starts: Integers, num_starts: Integers, lengths: Integers, width: int) -> Edges:
-        """Find the edges of rows. ``starts``: document starts in their rows; ``lengths``: tokens per row."""
+        """Find the edges of rows. ``starts``: of documents in their rows. ``lengths``: tokens per row."""
         row_begins = np.arange(len(lengths), dtype=np.int64) * width
         short = np.flatnonzero(lengths < width)
         begins = np.repeat(row_begins, num_starts) + starts

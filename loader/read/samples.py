@@ -347,7 +347,7 @@ def make_samples(
     keeps_tail: bool,
     origins: bool,
 ) -> Samples:
-    """Choose the kind of samples. ``row_tokens``: of rows that are packed at load; None: of no such rows."""
+    """Choose the kind of samples. ``row_tokens``: of rows that are packed at load, None without such."""
     if shards.row_tokens:
         return PackedRows(
             shards=shards,

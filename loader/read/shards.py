@@ -213,7 +213,7 @@ class ShardSet:
 
     @property
     def tar_bytes(self) -> int:
-        """Return the bytes of all tars; for a split, in proportion to its number of samples."""
+        """Return the bytes of all tars, for a split in proportion to its number of samples."""
         num_bytes = sum(int(np.sum(each.tar_bytes)) for each in self.datasets)
         return num_bytes * self.num_samples // max(int(self.num_records.sum()), 1)
 

@@ -27,7 +27,7 @@ class _LossSums:
         self._sums = torch.zeros(2, num_means, dtype=torch.float64)
 
     def _all_means(self) -> list[float]:
-        """Return the means over the labels of all ranks; NaN without labels."""
+        """Return the means over the labels of all ranks, or NaN without labels."""
         sums = self._sums.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)

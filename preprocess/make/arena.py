@@ -26,7 +26,7 @@ class Arena:
         self._freed, self._free = os.pipe()
 
     def pack(self, value: object) -> tuple[bytes, Sequence[tuple[int, int]] | None]:
-        """Return a pickle, and the places of the arena that have its arrays; None if they are in the pickle.
+        """Return a pickle, and the places of the arena that have its arrays, or None if the pickle has them.
 
         Waits for the other process to free older places. Raises EOFError if that has ended.
         """

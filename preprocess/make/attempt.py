@@ -89,7 +89,7 @@ def _remove_temporaries(folder: DataFolder, shard_ids: Iterable[int], *, older_t
 
 
 def clean_if_done(folder: DataFolder, plan_id: str, shard_id: int) -> Manifest | None:
-    """Return the manifest of a shard if it is done, after removing what attempts at it left; else None.
+    """Remove what attempts at a shard left if it is done. Return its manifest, or None.
 
     Looks for marks alone, so what an attempt left without them stays. Raises as ``done_manifest``.
     """

@@ -115,7 +115,7 @@ class _SharedCores:
         self._free.append(cpus)
 
     def take(self) -> list[list[int]]:
-        """Return the cores for the next shard, a list a process; none while too few are free."""
+        """Return the cores for the next shard, a list a process, or none while too few are free."""
         if len(self._free) < self._shares[0]:
             return []
         num_free = self._shares.popleft()
@@ -134,7 +134,7 @@ def run_shards(
     *,
     is_verbose: bool,
 ) -> tuple[list[Manifest], list[Failure]]:
-    """Make shards in several processes; ``cpus_of`` has the CPUs of each. Return manifests and failures.
+    """Make shards in several processes, with the CPUs in ``cpus_of``. Return manifests and failures.
 
     A failure does not stop the other shards. It is printed, and added to the attempt's record for ``status``.
     If a process dies, its shard has failed, and a new process makes the next one. On Stopped the processes

@@ -194,7 +194,7 @@ class PartQueue(ShardQueue):
         return done_manifest(self._folder, shard_id, self._plan.plan_id) is not None
 
     def rest(self, made: Collection[Manifest], failed: Collection[int]) -> ShardQueue | None:
-        """Wait until all shards are made, and return None; or return those that this process has to make.
+        """Wait until all shards are made and return None, or return those that this process has to make.
 
         These are nobody's any more, or late. ``made`` by this process, whose speed says what is late;
         ``failed`` ones are not waited for.
@@ -239,7 +239,7 @@ class PartQueue(ShardQueue):
 
 
 def time_of_file_system(path: str | None) -> float:
-    """Return when a file was written, in seconds since 1970 by its file system's clock; without one, now."""
+    """Return when a file was written, in seconds since 1970 by its file system's clock, now without one."""
     if path:
         try:
             return os.stat(path).st_mtime  # noqa: PTH116 - text

@@ -71,7 +71,7 @@ def memory_note(memory_gb: float | None, num_processes: int = 1) -> str | None:
 
 
 def memory_limits() -> dict[str, int]:
-    """Return the limits on this job's memory in bytes, by who sets them; for cgroups the lowest one."""
+    """Return the limits on this job's memory in bytes, by who sets them. Of cgroups, it is the lowest one."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     per_node = os.environ.get("SLURM_MEM_PER_NODE", "")
     per_cpu = os.environ.get("SLURM_MEM_PER_CPU", "")
@@ -106,7 +106,7 @@ def check_address_space() -> None:
 
 
 def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
-    """Return the files of a limit in this process's cgroup and its parents; ``old_limit`` in version 1."""
+    """Return the files of a limit in this process's cgroup and its parents. ``old_limit``: in version 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -48,7 +48,7 @@ class TokenBatch(Struct, frozen=True, kw_only=True):
         return [self.ids[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist())]
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> TokenBatch:
-        """Return a batch of the wanted documents; ``is_wanted`` is bool[documents]."""
+        """Return a batch of the wanted documents. ``is_wanted``: bool[documents]."""
         lengths = np.diff(self.offsets)
         offsets = np.concatenate([[0], np.cumsum(lengths[is_wanted])])
         return TokenBatch(ids=self.ids[np.repeat(is_wanted, lengths)], offsets=offsets)

@@ -267,7 +267,7 @@ class Worker:
         return [HelperFacts(cpu_s=0, grown_bytes=0, transform_cpu_s=used_s, libraries=transform.versions())]
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
-        """Raise BadInput if too many documents were left out; the quarantine file lists them."""
+        """Raise BadInput if too many documents were left out. The quarantine file lists them."""
         counting = writer.counting
         limit = self.settings.max_bad_fraction
         if limit is None:

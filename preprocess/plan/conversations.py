@@ -170,7 +170,7 @@ def template_warnings(template: ChatTemplate) -> Iterator[str]:
 
 
 def _change_of(found: list[Rendered] | UnusableText) -> str:
-    """Return how an answer changes when a turn follows, given a document for each; "" if it does not."""
+    """Return how an answer changes when a turn follows, given a document for each, or "" if it does not."""
     if isinstance(found, UnusableText) or len(found) == 1:
         return ""
     alone = found[0].text

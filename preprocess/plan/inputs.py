@@ -116,7 +116,7 @@ class InputListing:
 
     @functools.cached_property
     def paths(self) -> list[Path]:
-        """The inputs, sorted by relative path; asked for when all are listed."""
+        """Return the inputs, sorted by relative path, once all are listed."""
         return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
 
     def scan(self, options: PlanOptions) -> None:

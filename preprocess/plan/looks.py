@@ -71,7 +71,7 @@ class Look(NamedTuple):
 
 
 def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], fields: TextFields) -> Look:
-    """Look at samples of a file's text. ``name``: its path in the input folder; ``fields``: of this file."""
+    """Look at samples of a file's text. ``name``: its path in the input folder. ``fields``: of this file."""
     if not samples or not samples[0].data:
         return Look()
     no_text = content_that_is_no_text(path, samples[0].data)

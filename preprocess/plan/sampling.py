@@ -34,7 +34,7 @@ def sample_documents(
     max_files: int = sys.maxsize,
     transform: Transform | None = None,
 ) -> Iterator[DocumentBatch]:
-    """Yield about ``num_bytes`` of text, the same amount from each place; the next place makes up for less.
+    """Yield about ``num_bytes`` of text, the same from each place. The next place makes up for less.
 
     Smaller inputs are read whole, unless there are more than ``max_files``. A file that can only be read
     from its beginning (gzip) gives its head. No document is sampled twice, and a long one is not cut.

@@ -52,7 +52,7 @@ class Answers:
         self.text = self._render(messages, len(messages))
 
     def span_of(self, number: int) -> Span:
-        """Return what message ``number`` became; (0, 0) if nothing. Raises Unrendered."""
+        """Return what message ``number`` became, or (0, 0) if nothing. Raises Unrendered."""
         span = self._span_by_prefixes(number)
         if span is None:
             span = self._span_by_marks(number)

@@ -153,7 +153,7 @@ def use_processes(number: int) -> None:
 
 
 def cpu_s() -> float:
-    """Return the CPU time of the processes, which is no part of this one's; 0 before they start."""
+    """Return the CPU time of the processes, 0 before they start. It is no part of this one's."""
     seconds = 0.0
     for process in _PROCESSES:
         if process.is_started:

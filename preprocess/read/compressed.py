@@ -168,7 +168,7 @@ _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 
 
 def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
-    """Yield where bgzip's blocks begin; nothing for other gzip files. Reads 22 bytes per block of 64 KiB."""
+    """Yield where bgzip's blocks begin, nothing for other gzip files. Reads 22 bytes per block of 64 KiB."""
     position = text = 0
     header = file.read(0, _BGZF_HEADER.size)
     while len(header) == _BGZF_HEADER.size:

@@ -132,7 +132,7 @@ class DocumentBatch(Struct, frozen=True, kw_only=True):
     def with_texts(
         self, texts: Iterable[bytes | UnusableText], sizes: Numbers | None = None
     ) -> DocumentBatch:
-        """Replace the texts. A document with an empty text is dropped; one with an UnusableText is bad.
+        """Replace the texts. Documents with an empty text are dropped. One with an UnusableText is bad.
 
         ``sizes``: bytes of each document in the input (default: of its text before).
         """

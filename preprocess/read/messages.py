@@ -221,7 +221,7 @@ def _as_messages(value: JsonValue, role: str) -> list[JsonValue]:
 
 
 def _messages_in(value: JsonValue) -> list[JsonValue] | None:
-    """Return the messages of a list, or of its JSON; None if it is no list of messages, such as a text."""
+    """Return the messages of a list or of its JSON, or None if it is no list of messages, such as a text."""
     value = parsed_if_json(value)
     messages = list(map(parsed_if_json, value)) if isinstance(value, list) else []
     return messages if _role(messages) else None

@@ -91,7 +91,7 @@ class TextFields:
         return single
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
-        """Return a copy with the paths of a table; ``places`` maps those that differ."""
+        """Return a copy with the paths of a table. ``places`` maps those that differ."""
         copied = copy.copy(self)
         copied.text_paths = [places.get(path, path) for path in self.text_paths]
         copied.named = {each: places.get(path, path) for each, path in self.named.items()}

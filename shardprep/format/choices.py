@@ -28,7 +28,7 @@ def choices_for(path: str, option: str, mark: str) -> list[str]:
 
 @functools.lru_cache(maxsize=8)  # asked for each file
 def parsed_choices(option: str, mark: str) -> tuple[tuple[str, str], ...]:
-    """Return (pattern, value) of each choice; the pattern is "" if it has none."""
+    """Return (pattern, value) of each choice. The pattern is "" if it has none."""
     found: list[tuple[str, str]] = []
     for choice in filter(None, map(str.strip, option.split(","))):
         pattern, has_mark, value = choice.partition(mark)

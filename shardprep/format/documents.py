@@ -161,7 +161,7 @@ def name_of_place(path: str, offset: int) -> str:
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
-    """Read a user's list; a million lines take 2 s and 50 MB. Raises BadInput, NotFound or UsageError."""
+    """Read a user's list. Raises BadInput, NotFound or UsageError. A million lines take 2 s and 50 MB."""
     keys = bytearray()
     kinds = set[NameKind]()
     for _, key, kind in names_of_list(path, id_field):
@@ -228,7 +228,7 @@ def names_of_list(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameK
 
 
 def _lines_in(path: Path) -> Iterator[tuple[int, str]]:
-    r"""Yield the number, from 1, and the text of each line; ``\n``, ``\r\n`` and ``\r`` end a line.
+    r"""Yield the number, from 1, and the text of each line, which ends with ``\n``, ``\r\n`` or ``\r``.
 
     Bytes that are not UTF-8 become surrogates, and UTF-16 and UTF-32 need a byte order mark.
     """

@@ -126,7 +126,7 @@ class RunFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def job_id(self) -> str:
-        """Return the id of the Slurm job or of its array; "" if no job made the shard."""
+        """Return the id of the Slurm job or of its array, or "" if no job made the shard."""
         return self.slurm.get("SLURM_ARRAY_JOB_ID") or self.slurm.get("SLURM_JOB_ID", "")
 
 
@@ -146,7 +146,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     blanked_sha256: Digest | None = None  # of the list of what is blanked
 
     def to_json(self) -> bytes:
-        """Return the bytes on disk. Equal shards have equal bytes up to ``run``; each part has a hash."""
+        """Return the bytes on disk. Equal shards have equal bytes up to ``run``. Each part has a hash."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         sources = {name: counts.to_dict() for name, counts in self.counts.sources.items()}
         content["counts"]["sources"] = sources

@@ -65,7 +65,7 @@ class ShardSamples:
         return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
-        """Return where documents begin in a sample, ascending: int64[documents]; [0] for a document."""
+        """Return where documents begin in a sample, ascending, [0] for a document: int64[documents]."""
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]
@@ -73,7 +73,7 @@ class ShardSamples:
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
 
     def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return which ids of a sample the assistant wrote, bool[tokens]; all ids unless it is chat."""
+        """Return which ids of a sample the assistant wrote, all ids unless it is chat: bool[tokens]."""
         record = self.records[number]
         if self.spec.record != "chat":
             return np.ones(int(record["num_tokens"]), np.bool_)

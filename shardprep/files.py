@@ -108,13 +108,19 @@ def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
 
 def open_regular(path: Path | str) -> int:
     """Return a descriptor for reading. Raises OSError, or BrokenShard if it is not a regular file."""
+    return _open_with_status(path)[0]
+
+
+def _open_with_status(path: Path | str) -> tuple[int, os.stat_result]:
+    """Return a descriptor for reading, and the status of the file. Raises as ``open_regular`` does."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
-        check_is_regular(path, os.fstat(handle).st_mode)
+        status = os.fstat(handle)
+        check_is_regular(path, status.st_mode)
     except BaseException:
         close_read(handle)
         raise
-    return handle
+    return handle, status
 
 
 def close_read(handle: int) -> None:
@@ -151,8 +157,13 @@ class ReadFile:
     def __init__(self, path: Path | PathOf, handle: int | None = None) -> None:
         """Open a file. ``handle``: a descriptor if it is open already, which this object closes."""
         self._path = path
-        self._handle = open_regular(self.path) if handle is None else handle
-        self.num_bytes = self.status().st_size
+        # A status may be a round trip, so that of opening is kept.
+        if handle is None:
+            self._handle, self.first_status = _open_with_status(self.path)
+        else:
+            self._handle = handle
+            self.first_status = self.status()
+        self.num_bytes = self.first_status.st_size
 
     @property
     def path(self) -> Path:
@@ -188,8 +199,8 @@ class ReadFile:
 
     def read_beginning(self, offset: int, num_bytes: int) -> bytes:
         """Return up to ``num_bytes`` from an offset, none at the end of the file. Raises OSError."""
-        # Limited to the file's size, because pread allocates before it reads.
-        return os.pread(self._handle, min(num_bytes, max(self.status().st_size - offset, 0)), offset)
+        # Limited to the file's size when it was opened, because pread allocates before it reads.
+        return os.pread(self._handle, min(num_bytes, max(self.num_bytes - offset, 0)), offset)
 
     def read_some(self, target: memoryview, offset: int) -> int:
         """Read into ``target`` from an offset. Return the number of bytes, because reads may be short."""

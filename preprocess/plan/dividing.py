@@ -33,6 +33,8 @@ from shardprep.format.plan_options import SPLITS, PlanOptions, PrepConfig
 
 NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
 _MAX_AT_ONCE = 64  # files or boundaries per task of a thread
+# Files that are searched for notes about --doc and --separator, which hold for all files.
+_MAX_SEARCHED = 256
 
 
 class Weighed(NamedTuple):
@@ -61,7 +63,7 @@ def stamp_inputs(
         formats.format_of_kind(kind)
     root = str(input_dir / "_")[:-1]
 
-    def stamp(path: Path, kind: InputKind) -> Weighed:
+    def stamp(path: Path, kind: InputKind, notes: bool) -> Weighed:
         file = OpenInput(path)
         size = file.stamp.num_bytes
         samples = inputs.samples_of(file)
@@ -86,7 +88,7 @@ def stamp_inputs(
             texts = encodings.samples_as_texts(samples)
             if kind.compression:
                 texts = [Sample(inspected.head, is_last=False)]
-            look = look_at(path, name, kind, texts, here)
+            look = look_at(path, name, kind, texts, here, notes=notes)
             if not refuses and look.problem is not None:
                 look = look._replace(problem=None, note=f"{name}: {look.problem.found}")
         # Equal names of fields are kept once, or those of 10^5 files would take 0.1 GB.
@@ -104,10 +106,11 @@ def stamp_inputs(
 
     # Several files per task: a million futures would take 1 GB.
     num_files = max(1, min(_MAX_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
-    all_files = [*zip(paths, kinds, strict=True)]
+    spacing = max(1, -(-len(paths) // _MAX_SEARCHED))
+    all_files = [(path, kinds[number], number % spacing == 0) for number, path in enumerate(paths)]
     tasks = [all_files[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        batches = pool.map(lambda task: [stamp(path, kind) for path, kind in task], tasks)
+        batches = pool.map(lambda task: [stamp(*each) for each in task], tasks)
         stamped = itertools.chain.from_iterable(batches)
         weighed = [next(stamped) for _ in with_progress("looking at the inputs", paths, unit="files")]
     refuse_unusable(input_dir, [(item.file, item.look) for item in weighed], options)

@@ -117,7 +117,7 @@ class InputListing:
     @functools.cached_property
     def paths(self) -> list[Path]:
         """Return the inputs, sorted by relative path, once all are listed."""
-        return [Path(self._input_dir, path) for path in sorted(self.taken, key=lambda path: path.split("/"))]
+        return [self._input_dir / path for path in sorted(self.taken, key=lambda path: path.split("/"))]
 
     def scan(self, options: PlanOptions) -> None:
         """List the folder and, if asked for, its subfolders. Raises OSError."""

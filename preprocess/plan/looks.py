@@ -70,8 +70,16 @@ class Look(NamedTuple):
     note: str = ""  # for people, told once for all files
 
 
-def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], fields: TextFields) -> Look:
-    """Look at samples of a file's text. ``name``: its path in the input folder. ``fields``: of this file."""
+def look_at(
+    path: Path, name: str, kind: InputKind, samples: Sequence[Sample], fields: TextFields, *, notes: bool
+) -> Look:
+    """Look at samples of a file's text.
+
+    Args:
+        name: its path in the input folder.
+        fields: of this file.
+        notes: whether to look for notes about plain text, which takes the most time.
+    """
     if not samples or not samples[0].data:
         return Look()
     no_text = content_that_is_no_text(path, samples[0].data)
@@ -94,8 +102,10 @@ def look_at(path: Path, name: str, kind: InputKind, samples: Sequence[Sample], f
     elif kind.format.has_fields:
         look = _look_at_json(path, samples, seen if codec == encodings.UTF_8 and seen else codec, fields)
     else:
-        problem = _problem_of_text(path, samples, codec)
-        look = Look(problem=problem, note=_note_of_text(name, samples, fields.options))
+        # Of text that is seen as UTF-8 each whole line is, so no line has to be tried.
+        is_seen = seen == encodings.UTF_8 and codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK)
+        problem = None if is_seen else _problem_of_text(path, samples, codec)
+        look = Look(problem=problem, note=_note_of_text(name, samples, fields.options) if notes else "")
     if codec == encodings.UTF_8 and seen != codec:
         is_unusable = look.problem is not None and look.problem.found == _UNDECODABLE
         # A file that is clearly CP949 may have lines in ASCII, but all others would be lost.

@@ -124,7 +124,7 @@ _MARKER = re.compile(
     r"|committed_.*|started_.*|symlink_format_manifest|change_data|crc|checkpoints?)",
     re.IGNORECASE,
 )
-_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+_CONTROL = bytes([*range(0x09), *range(0x0E, 0x1B), *range(0x1C, 0x20)])  # that text does not have
 _TAR_MAGIC_AT = 257
 _MAGIC_BYTES = 512  # in which a binary file has control characters
 _TEXT_MAGICS = (b"%PDF-", b"WARC/1.", b"\xff\xfe", b"\xfe\xff")  # of kinds that may have none
@@ -173,7 +173,7 @@ def _advice_about_file(
         return f"{ascii_if_odd(name)} cannot be read"
     if not head:
         return f"{ascii_if_odd(name)} is empty"
-    if _BINARY.search(head):
+    if _is_binary(head):
         return f"{ascii_if_odd(name)} is not text: {_WRITE_TEXTS}, or move it away"
     return f"--also {_shown(pattern)} takes such files, as plain text"
 
@@ -209,7 +209,7 @@ def _kind_of(name: str, head: bytes) -> _Kind | None:
 
 def content_that_is_no_text(path: Path, head: bytes) -> tuple[str, str] | None:
     """Return what a file with a suffix of texts is instead, and what to do with it. None for text."""
-    if not (_BINARY.search(head[:_MAGIC_BYTES]) or head.startswith(_TEXT_MAGICS)):
+    if not (_is_binary(head[:_MAGIC_BYTES]) or head.startswith(_TEXT_MAGICS)):
         return None
     kind = _kind_of("", head)
     if kind is None:
@@ -217,6 +217,10 @@ def content_that_is_no_text(path: Path, head: bytes) -> tuple[str, str] | None:
     stem = quoted(path.with_suffix("").absolute())
     facts = {"file": quoted(path), "new": stem, "sql": ""}
     return kind.is_a, kind.todo.format(**facts)
+
+
+def _is_binary(data: bytes) -> bool:
+    return len(data.translate(None, _CONTROL)) < len(data)
 
 
 def _shown(pattern: str) -> str:

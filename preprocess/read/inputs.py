@@ -65,7 +65,7 @@ class OpenInput:
             expected = "a regular file that can be read"
             advice = "restore it, or move it away"
             raise NotFound(path=path, found=found, expected=expected, advice=advice) from None
-        self.stamp = self._status()
+        self.stamp = _stamp_of(self.file.first_status)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end), fewer if the file ends before. Raises ReadWriteError."""
@@ -89,18 +89,18 @@ class OpenInput:
 
     def check_unchanged(self) -> None:
         """Check that the file did not change since it was opened. Raises Refused, or ReadWriteError."""
-        now = self._status()
+        try:
+            now = _stamp_of(self.file.status())
+        except OSError as error:
+            raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
         if now != self.stamp:
             changed = f"a file that changed while it was read: {now}"
             advice = "run this again once it no longer changes, or plan into a new folder"
             raise Refused(path=self.path, found=changed, expected=self.stamp, advice=advice)
 
-    def _status(self) -> Stamp:
-        try:
-            status = self.file.status()
-        except OSError as error:
-            raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
-        return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+def _stamp_of(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 # Beginnings of the pointers that git-lfs, git-annex and git-xet leave in place of a file, and the command to
@@ -192,7 +192,10 @@ def samples_of(file: OpenInput) -> list[bytes]:
 
 def sha256_of_samples(samples: list[bytes]) -> str:
     """Return the hash of a file's samples that a plan has."""
-    return hashlib.sha256(b"".join(samples)).hexdigest()
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample)
+    return digest.hexdigest()
 
 
 def sample_sha256(file: OpenInput) -> str:

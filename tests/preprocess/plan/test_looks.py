@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from preprocess.read.inputs import OpenInput, samples_of
 from tests.input_writers import table_bytes
 from tests.world import Ended, World, type_in
 
@@ -329,3 +331,22 @@ def test_many_small_shards_are_told(tmp_path: Path) -> None:
 def test_a_line_longer_than_what_plan_looks_at_is_not_refused(tmp_path: Path) -> None:
     line = json.dumps({"other": "x" * 3_000_000, "text": "a text"}) + "\n"
     World(tmp_path).raw({"a.jsonl": line * 2}).try_plan(dry_run=True).ends(0)
+
+
+def test_an_input_is_asked_for_its_status_once_however_much_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a line\n" * 50_000)
+    statuses: list[os.stat_result] = []
+    real = os.fstat
+
+    def kept(handle: int) -> os.stat_result:
+        statuses.append(real(handle))
+        return statuses[-1]
+
+    monkeypatch.setattr(os, "fstat", kept)
+    file = OpenInput(path)
+    assert len(b"".join(samples_of(file))) == 3 << 16
+    assert file.read(349_990, 400_000) == b"ne\na line\n"
+    assert len(statuses) == 1

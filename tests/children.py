@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shlex
 import signal
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.checkout import ROOT
 from tests.waiting import HANG_S
@@ -70,6 +73,14 @@ def _communicate(
         printed = f"--- standard output\n{out or ''}\n--- standard error\n{err or ''}"
         raise AssertionError(f"{words}\n{printed}\n{ending}")
     return out or "", err or ""
+
+
+def fork_functions(patch: pytest.MonkeyPatch) -> None:
+    """Let functions that a command calls in a new Python run in forks, which takes 0.02 s and not 0.3 s.
+
+    Not for functions that use threads of this process: forks have none.
+    """
+    patch.setattr("shardprep.child_process.ChildProcess", multiprocessing.get_context("fork").Process)
 
 
 @contextlib.contextmanager

@@ -404,9 +404,9 @@ COSTLY = [  # an endless loop, a huge text for some conversations, a long text
 
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Reduces the renderer's CPU time limit to 1 s, by the sitecustomize of tests/held."""
+    """Reduces the renderer's CPU time limit to 0.3 s, by the sitecustomize of tests/held."""
     monkeypatch.setenv("PYTHONPATH", str(PLACE))
-    monkeypatch.setenv("MOST_CPU_S", "1")
+    monkeypatch.setenv("MOST_CPU_S", "0.3")
     for pid in renderers():
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not renderers())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from tests.chat_sets import TAGGED, conversations
 from tests.checkout import ROOT
@@ -349,16 +347,11 @@ def test_the_example_from_text_to_a_model_continues_after_its_checkpoint(
     assert ElementTree.parse(tmp_path / "OUT" / "losses.svg").getroot().tag.endswith("svg")
 
 
-def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_for_a_gpu_measures_on_a_cpu_what_it_can(warm: WarmPython, tmp_path: Path) -> None:
     data = World(tmp_path).raw({"a.txt": hostile_text(400)}).make(record="packed", seq_len=64).data_dir
+    script = ROOT / "benchmarks" / "gpu_check.py"
     words = ["--tiny", "--data", str(data), "--seconds", "0.05", "--seq_len", "64"]
-    monkeypatch.setattr("sys.argv", ["gpu_check.py", *words])
-    torch.set_num_threads(1)  # more threads would spin for most of the time
-    script = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check.py"))
-    assert script["main"]() == 0
-    printed = capsys.readouterr().out
+    printed = run_child([warm.python, script, *words], cwd=tmp_path, env=ENVIRON).stdout
     waits = re.findall(r"^\| (\d) \| [\d.]+ \| [\d.]+% \| [\d,]+ \|$", printed, re.MULTILINE)
     assert waits == ["0", "2", "4"]
     assert re.search(r"^\| sdpa \| yes \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)

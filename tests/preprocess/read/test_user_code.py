@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.children import fork_functions
 from tests.world import Ended, World
 
 pytestmark = pytest.mark.processes  # plan tries a function in a process, too
@@ -43,7 +44,9 @@ class Cases:
         raw = {f"{n:02d}.jsonl": [{"case": str(n), "meta": {"n": 1}}] for n in range(len(statements))}
         self.world = World(folder).raw(raw)
         options = {"transform_files": names} if names else {}
-        self.world.plan(num_shards=None, transform=self.function, max_bad_fraction=1, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            fork_functions(patch)
+            self.world.plan(num_shards=None, transform=self.function, max_bad_fraction=1, **options)
         (folder / "on").touch()
 
     def make(self, name: str) -> Ended:

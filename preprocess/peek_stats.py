@@ -84,7 +84,9 @@ def _histogram(num_of_length: Mapping[int, int], columns: int) -> list[str]:
     labels = ["tokens"]
     numbers = ["documents"]
     counts = [0]  # the head has no bar
-    for low in _without_gaps(num_of_length):
+    num_bits = [low.bit_length() for low in num_of_length]
+    for bits in range(min(num_bits, default=1), max(num_bits, default=0) + 1):
+        low = 1 << bits >> 1
         num = num_of_length.get(low, 0)
         labels.append(f"{low:,}" if low < 2 else f"{low:,} to {2 * low - 1:,}")
         numbers.append(f"{num:,}")
@@ -98,14 +100,3 @@ def _histogram(num_of_length: Mapping[int, int], columns: int) -> list[str]:
         bar = "#" * -(-num * max(bar_columns, 1) // most)
         lines.append(f"  {label:>{label_columns}}  {number:>{number_columns}} {bar}".rstrip())
     return lines
-
-
-def _without_gaps(lows: Iterable[int]) -> list[int]:
-    """Return all classes of length from the first one to the last one."""
-    found = sorted(lows)
-    between = []
-    low = found[0] if found else 1
-    while found and low <= found[-1]:
-        between.append(low)
-        low = max(1, 2 * low)
-    return between

@@ -144,7 +144,7 @@ def divide_inputs(
         say(f"{len(empty)} of {counted(len(paths), 'input file')} are empty, such as {empty[0]}")
     for line in left_out_lines(listing.left_out, config.input_dir):
         say(line)
-    for line in lines_about([(item.file.path, item.kind, item.look) for item in weighed], config):
+    for line in lines_about([(item.file.path, item.kind, item.look) for item in weighed]):
         say(line)
     num_files = Counter(split_of(item.path) for item in inputs)
     named = [name for name in SPLITS if num_files[name]]

@@ -7,8 +7,9 @@ are hashed for the plan anyway, so a look costs some 0.1 ms and no reading.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.plan.mending import (
+    FIELD_FLAG,
     FUNCTION,
     command_to_lines,
     flags_for_all,
@@ -46,13 +48,11 @@ _NUM_FIELDS_SHOWN = 20
 _UNDECODABLE = "no line that can be decoded"
 UNCLEAR = "unclear"  # instead of an encoding
 _NUM_FILES_SHOWN = 10
-_NUM_EXAMPLES = 3
+_MANY_FILES = 4  # of which only the first is named
 _FEW_SHARED = 0.5  # of the fields of two files, if they differ
 _SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"<|eot_id|>", b"<|im_end|>", b"</s>", b"<eos>")
 _OF_FIELDS = frozenset({"no_field", "null_field", "wrong_type"})  # reasons of a wrong --text_field
 _ENDS_SENTENCE = tuple(".!?…\"'”’)」』。！？:;")
-# A line that begins with white space of UTF-8, or may: a blank line does.
-_SPACE_FIRST = re.compile(rb"\n[\0-\x20\xc2\xe1-\xe3]")
 _MIN_WRAPPED_LINES = 20
 _MAX_WRAPPED_CHARS = 120
 
@@ -64,10 +64,17 @@ class Look(NamedTuple):
     seen_encoding: str = ""  # of text in lines
     names: frozenset[str] = frozenset()  # of its fields
     problem: BadInput | None = None  # nothing can be made of the file
-    flags: tuple[str, ...] = ()  # of plan, that mend it
     pipe: str = ""  # commands that make JSON lines of the file's text
-    needs_function: bool = False  # whether the text of these lines needs --transform
+    flags: tuple[str, ...] | None = (
+        None  # of plan, that mend the file, or its lines; None if they are unknown
+    )
     note: str = ""  # for people, told once for all files
+
+    def keeps_field(self) -> bool:
+        """Return whether the text is in the field of the options, once the problem is mended."""
+        if self.problem is None:
+            return True
+        return self.flags is not None and not any(flag.startswith(FIELD_FLAG) for flag in self.flags)
 
 
 def look_at(
@@ -87,42 +94,46 @@ def look_at(
         what, advice = no_text
         return Look(problem=BadInput(path=path, found=what, expected="text", advice=advice))
     wanted = encodings.wanted_encoding(fields.options, name)
-    is_auto = wanted == AUTO
     seen = encodings.seen_encoding(samples)
-    if is_auto and not seen:
+    if wanted == AUTO and not seen:
         found = "text whose encoding is not clear from samples"
         advice = f"name it, such as --encoding '{_pattern(name)}=latin-1,auto', or convert the file"
         error = BadInput(path=path, found=found, expected="UTF-8 or CP949 throughout", advice=advice)
         return Look(seen_encoding=UNCLEAR, problem=error)
-    codec = seen if is_auto else wanted
+    codec = seen if wanted == AUTO else wanted
     if codec == encodings.UTF_8 and samples[0].data.startswith(encodings.MARK):
         codec = encodings.UTF_8_WITH_MARK
-    if kind.format.has_fields and kind.format.unit == "row":
-        look = Look()
-    elif kind.format.has_fields:
-        look = _look_at_json(path, samples, seen if codec == encodings.UTF_8 and seen else codec, fields)
-    else:
+    is_utf_8 = codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK)
+    look = Look()
+    if not kind.format.has_fields:
         # Of text that is seen as UTF-8 each whole line is, so no line has to be tried.
-        is_seen = seen == encodings.UTF_8 and codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK)
-        problem = None if is_seen else _problem_of_text(path, samples, codec)
+        problem = None if is_utf_8 and seen == encodings.UTF_8 else _problem_of_text(path, samples, codec)
         look = Look(problem=problem, note=_note_of_text(name, samples, fields.options) if notes else "")
+    elif kind.format.unit != "row":
+        look = _look_at_json(path, samples, seen if codec == encodings.UTF_8 and seen else codec, fields)
     if codec == encodings.UTF_8 and seen != codec:
         is_unusable = look.problem is not None and look.problem.found == _UNDECODABLE
         # A file that is clearly CP949 may have lines in ASCII, but all others would be lost.
         # A command that makes JSON lines changes the encoding, too.
         if (seen or is_unusable) and not look.pipe:
-            problem = problem_of_encoding(path, seen)
-            look = look._replace(problem=problem, flags=(*look.flags, *flags_of(problem)))
+            look = _with_problem_of_encoding(look, problem_of_encoding(path, seen))
     # What --encoding says for all files is not repeated for each.
     frozen = "" if codec == fields.options.encoding else codec
-    is_utf_8 = codec in (encodings.UTF_8, encodings.UTF_8_WITH_MARK)
     return look._replace(encoding=frozen, seen_encoding=(seen or UNCLEAR) if is_utf_8 else codec)
+
+
+def _with_problem_of_encoding(look: Look, problem: BadInput) -> Look:
+    """Return a look at a file that needs a flag for its encoding, beside those that it needs anyway."""
+    flags = flags_of(problem)
+    if look.problem is not None and look.problem.found != _UNDECODABLE:
+        flags = None if flags is None or look.flags is None else (*look.flags, *flags)
+    return look._replace(problem=problem, flags=flags)
 
 
 def _look_at_json(path: Path, samples: Sequence[Sample], codec: str, fields: TextFields) -> Look:
     records: list[Any] = []
     reasons: Counter[str] = Counter()
-    names: set[str] = set()
+    all_names: set[str] = set()
     for line in _lines_of(samples):
         record: Any = None
         try:
@@ -130,42 +141,45 @@ def _look_at_json(path: Path, samples: Sequence[Sample], codec: str, fields: Tex
         except UnicodeDecodeError:
             text = UnusableText("undecodable", "")
         if isinstance(record, dict):
-            names.update(record)
+            all_names.update(record)
             records.append(record)
         if not isinstance(text, UnusableText):
-            return Look(names=frozenset(names))
+            return Look(names=frozenset(all_names))
         reasons[text.reason] += 1
     if not reasons:
         return Look()
     if [*reasons] == ["undecodable"]:
         return Look(problem=_problem_of_codec(path, samples, codec))
+    names = frozenset(all_names)
     beginning = samples[0].data.removeprefix(encodings.MARK).decode(codec, errors="replace").lstrip()
     if "bad_json" in reasons and beginning[:1] in ("[", "{"):
         pipe = pipe_to_lines(beginning, codec)
         if pipe:
-            problem = problem_of_json(path, beginning)
-            inside = records_inside(beginning)
-            flags: tuple[str, ...] = ()
-            needs_function = False
-            if all(isinstance(fields.text(record), UnusableText) for record in inside):
-                later = problem_of_fields(path, inside, fields.options)
-                flags = flags_of(later) if later is not None else ()
-                if later is not None and later.remedy == FUNCTION:
-                    problem.advise(f"then {later.advice}")
-                    needs_function = True
-            look = Look(names=frozenset(names), problem=problem, flags=flags, pipe=pipe)
-            return look._replace(needs_function=needs_function)
+            return _look_at_whole_json(path, beginning, pipe, fields)._replace(names=names)
     if fields.is_chat and not (_OF_FIELDS | {"preference_pair"}).isdisjoint(reasons):
-        return Look(names=frozenset(names))  # planning's own sample says more about forms of conversations
+        return Look(names=names)  # planning's own sample says more about forms of conversations
     unfit = None
     if records and not _OF_FIELDS.isdisjoint(reasons):
         unfit = problem_of_fields(path, records, fields.options)
     if unfit is None:
-        found = (
-            f"{counted(reasons.total(), 'record')} of a sample, none usable ({', '.join(sorted(reasons))})"
-        )
+        shown = ", ".join(sorted(reasons))
+        found = f"{counted(reasons.total(), 'record')} of a sample, none usable ({shown})"
         unfit = BadInput(path=path, found=found, expected="an object in each line")
-    return Look(names=frozenset(names), problem=unfit, flags=flags_of(unfit))
+    return Look(names=names, problem=unfit, flags=flags_of(unfit))
+
+
+def _look_at_whole_json(path: Path, beginning: str, pipe: str, fields: TextFields) -> Look:
+    """Return what mends one list, or an object over several lines: a command, and flags for its lines."""
+    problem = problem_of_json(path, beginning)
+    records = records_inside(beginning)
+    flags: tuple[str, ...] | None = ()
+    if all(isinstance(fields.text(record), UnusableText) for record in records):
+        of_lines = problem_of_fields(path, records, fields.options)
+        if of_lines is not None:
+            flags = flags_of(of_lines)
+            if of_lines.remedy == FUNCTION:
+                problem.advise(f"then {of_lines.advice}")
+    return Look(problem=problem, pipe=pipe, flags=flags)
 
 
 def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
@@ -174,17 +188,9 @@ def _lines_of(samples: Sequence[Sample]) -> Iterator[bytes]:
         is_list = sample.is_first and sample.data.removeprefix(encodings.MARK).lstrip()[:1] == b"["
         if not (sample.has_whole_line() or is_list):
             continue  # a part of a long line says nothing
-        data = sample.whole_lines().removeprefix(encodings.MARK)
-        # Found one by one, because mostly the first line says all.
-        begin = 0
-        for _ in range(_MOST_LINES):
-            end = data.find(b"\n", begin)
-            line = data[begin:] if end < 0 else data[begin:end]
-            if line.strip():
-                yield line
-            if end < 0:
-                break
-            begin = end + 1
+        # One by one, because mostly the first line says all.
+        lines = io.BytesIO(sample.whole_lines().removeprefix(encodings.MARK))
+        yield from filter(bytes.strip, itertools.islice(lines, _MOST_LINES))
 
 
 def _problem_of_text(path: Path, samples: Sequence[Sample], codec: str) -> BadInput | None:
@@ -192,11 +198,9 @@ def _problem_of_text(path: Path, samples: Sequence[Sample], codec: str) -> BadIn
     has_line = False
     for line in _lines_of(samples):
         has_line = True
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             line.decode(codec)
-        except UnicodeDecodeError:
-            continue
-        return None
+            return None
     return _problem_of_codec(path, samples, codec) if has_line else None
 
 
@@ -217,7 +221,7 @@ def _note_of_text(name: str, samples: Sequence[Sample], options: PlanOptions) ->
     if options.doc != "line" or options.separator:
         return ""
     data = samples[0].data
-    for separator in _SEPARATORS if b"<" in data else ():
+    for separator in _SEPARATORS:
         if data.count(separator) > 1:
             flag = f"--separator '{separator.decode()}'"
             return (
@@ -230,8 +234,6 @@ def _note_of_text(name: str, samples: Sequence[Sample], options: PlanOptions) ->
 
 def _is_wrapped(data: bytes) -> bool:
     """Return whether text seems to be prose with ends of lines at a margin, and blank lines."""
-    if not _SPACE_FIRST.search(data):
-        return False  # as in nearly all files of a document a line
     lines = data.decode(errors="ignore").replace("\r\n", "\n").split("\n")[:_MOST_LINES]
     has_blank_line = "" in map(str.strip, lines[1:-1])
     # Lines that go on: the next one is not blank.
@@ -260,27 +262,11 @@ def refuse_unusable(input_dir: Path, files: Sequence[tuple[InputFile, Look]], op
     unusable = _seen_in_tables(input_dir, unusable, options)
     # One that takes a command comes first, because the flags for the others can be told with it.
     unusable.sort(key=lambda each: not each.look.pipe)
+    has_right = any(input_kind(file.path).format.has_fields and look.keeps_field() for file, look in files)
+    flags = flags_for_all([each.look.flags or () for each in unusable], options, keeps_field=has_right)
     error = unusable[0].problem
-    has_right = any(
-        other.problem is None and input_kind(file.path).format.has_fields for file, other in files
-    )
-    all_flags = [flag for each in unusable for flag in each.look.flags]
-    flags = flags_for_all(all_flags, options, keeps_field=has_right)
-    pipes = {each.file.path: each.look.pipe for each in unusable if each.look.pipe}
-    if pipes:
-        error.remedy = command_to_lines(input_dir, pipes, options, most=_NUM_FILES_SHOWN)
-        is_all_mended = all(
-            (each.look.pipe or each.look.flags) and not each.look.needs_function for each in unusable
-        )
-        again = ""
-        if is_all_mended and (flags or not all_flags) and not is_by_name(options):
-            again = commands.plan_again(flags)
-        if again:
-            error.remedy += f" && {again}"
-        elif flags:
-            error.advise(f"then plan with {flags}")
-        if shutil.which("jq") is None:
-            error.advise("jq is not installed here: install it first")
+    if unusable[0].look.pipe:
+        _advise_command(error, input_dir, unusable, options, flags)
     elif flags and len(unusable) > 1:
         error.remedy = flags
         error.advice = f"plan with {flags}"
@@ -296,6 +282,29 @@ def refuse_unusable(input_dir: Path, files: Sequence[tuple[InputFile, Look]], op
     raise error
 
 
+def _advise_command(
+    error: BadInput,
+    input_dir: Path,
+    unusable: Sequence[_Unusable],
+    options: PlanOptions,
+    flags: str | None,
+) -> None:
+    """Set the remedy of an error to the command that makes JSON lines, and plans again if that mends all.
+
+    ``flags``: of ``plan``, for all files, as ``flags_for_all`` returns them.
+    """
+    pipes = {each.file.path: each.look.pipe for each in unusable if each.look.pipe}
+    error.remedy = command_to_lines(input_dir, pipes, options, most=_NUM_FILES_SHOWN)
+    is_all_mended = flags is not None and all(each.look.flags is not None for each in unusable)
+    again = commands.plan_again(flags or "") if is_all_mended and not is_by_name(options) else ""
+    if again:
+        error.remedy += f" && {again}"
+    elif flags:
+        error.advise(f"then plan with {flags}")
+    if shutil.which("jq") is None:
+        error.advise("jq is not installed here: install it first")
+
+
 class _Unusable(NamedTuple):
     """A file of which nothing can be made."""
 
@@ -306,7 +315,7 @@ class _Unusable(NamedTuple):
 
 def _seen_in_tables(input_dir: Path, unusable: Sequence[_Unusable], options: PlanOptions) -> list[_Unusable]:
     """Find the field of the text in tables without the column that was asked for, once for equal columns."""
-    found: dict[str | None, tuple[str, ...]] = {}  # columns -> flags that take the text
+    found: dict[str | None, tuple[str, ...] | None] = {}  # columns -> flags that take the text
     seen: list[_Unusable] = []
     for item, look, error in unusable:
         columns = error.expected
@@ -321,7 +330,7 @@ def _seen_in_tables(input_dir: Path, unusable: Sequence[_Unusable], options: Pla
     return seen
 
 
-def lines_about(looks: Sequence[tuple[str, InputKind, Look]], options: PlanOptions) -> Iterator[str]:
+def lines_about(looks: Sequence[tuple[str, InputKind, Look]]) -> Iterator[str]:
     """Yield what is to be told about all files: encodings, fields, and files unlike their neighbours."""
     by_encoding: dict[str, list[str]] = {}
     by_names: dict[str, Counter[frozenset[str]]] = {}
@@ -332,11 +341,8 @@ def lines_about(looks: Sequence[tuple[str, InputKind, Look]], options: PlanOptio
             by_names.setdefault(kind.format.suffixes[0], Counter())[look.names] += 1
     if len(by_encoding) > 1:
         yield f"encodings: {'; '.join(_with_example(key, some) for key, some in by_encoding.items())}"
-    unclear = [*by_encoding.get(UNCLEAR, ())]
-    if options.encoding in (encodings.UTF_8, encodings.UTF_8_WITH_MARK):
-        unclear += by_encoding.get(encodings.shown(encodings.CP949), ())
-    if unclear:
-        some = _with_example("bytes that are not UTF-8", unclear)
+    if UNCLEAR in by_encoding:
+        some = _with_example("bytes that are not UTF-8", by_encoding[UNCLEAR])
         yield f"warning: {some}: records with them are left out; --encoding auto reads CP949"
     usual = {suffix: counts.most_common(1)[0] for suffix, counts in by_names.items()}
     differing: dict[str, list[str]] = {}  # the fields of files -> their names
@@ -352,10 +358,11 @@ def lines_about(looks: Sequence[tuple[str, InputKind, Look]], options: PlanOptio
 
 
 def _with_example(what: str, names: Sequence[str]) -> str:
-    shown = (
-        ", ".join(map(ascii_if_odd, names[:_NUM_FILES_SHOWN])) if len(names) <= 3 else ascii_if_odd(names[0])
-    )
-    return f"{what} in {counted(len(names), 'file')}, {'such as ' if len(names) > 3 else ''}{shown}"
+    if len(names) < _MANY_FILES:
+        shown = ", ".join(map(ascii_if_odd, names))
+    else:
+        shown = f"such as {ascii_if_odd(names[0])}"
+    return f"{what} in {counted(len(names), 'file')}, {shown}"
 
 
 def _shown_names(names: frozenset[str]) -> str:

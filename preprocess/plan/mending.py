@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _LONG_NUMBER = re.compile(r"[:\[,]\s*-?\d{16,}\s*[,\]}]")
 _WHITE_SPACE = re.compile(r"\s")
 FUNCTION = "--transform FILE"
-_FIELD_FLAG = "--text_field "
+FIELD_FLAG = "--text_field "
 _AUTO = "--encoding auto"
 
 
-def flags_of(error: BadInput) -> tuple[str, ...]:
-    """Return the flags that an error's remedy has, if they are known."""
+def flags_of(error: BadInput) -> tuple[str, ...] | None:
+    """Return the flags that an error's remedy has, None if they are not known."""
     remedy = error.remedy or ""
-    return (remedy,) if remedy.startswith("--") and not remedy.endswith(("NAME", "FILE")) else ()
+    return (remedy,) if remedy.startswith("--") and not remedy.endswith(("NAME", "FILE")) else None
 
 
 def pipe_to_lines(beginning: str, codec: str) -> str:
@@ -221,7 +221,7 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
                 look(value, f"{place}{name}.")
             elif isinstance(value, list) and value and isinstance(value[0], dict):
                 if "role" in value[0]:
-                    field = "" if place + name == "messages" else f" {_FIELD_FLAG}{shlex.quote(place + name)}"
+                    field = "" if place + name == "messages" else f" {FIELD_FLAG}{shlex.quote(place + name)}"
                     flags.append(f"--record chat{field}")
                 num_listed[place + name] += sum(map(_num_chars_inside, value))
 
@@ -247,10 +247,10 @@ def problem_of_fields(path: Path, records: Sequence[Any], options: PlanOptions) 
         problem.advise(f"plan with --transform FILE, whose function joins the texts in record{inside}")
         problem.remedy = FUNCTION
         return problem
-    flags += [_FIELD_FLAG + shlex.quote(name) for name, number in num_chars.most_common(1) if number]
+    flags += [FIELD_FLAG + shlex.quote(name) for name, number in num_chars.most_common(1) if number]
     if not flags:
         problem.advise("no field has words")
-    flags = list(dict.fromkeys(flags)) or [f"{_FIELD_FLAG}NAME"]
+    flags = list(dict.fromkeys(flags)) or [f"{FIELD_FLAG}NAME"]
     problem.advise(f"plan with {', or '.join(flags)}")
     problem.remedy = flags[0]
     return problem
@@ -265,22 +265,24 @@ def _num_chars_inside(value: Any) -> int:
     return sum(map(_num_chars, value.values())) if isinstance(value, dict) else 0
 
 
-def flags_for_all(flags: Sequence[str], options: PlanOptions, *, keeps_field: bool) -> str:
-    """Return the flags that mend several files, each of which needs some of ``flags``, or "".
+def flags_for_all(
+    flags_of_files: Iterable[Sequence[str]], options: PlanOptions, *, keeps_field: bool
+) -> str | None:
+    """Return the flags that mend several files, each of which needs some, None if they exclude each other.
 
     ``keeps_field``: the text of other files is in the field of the options.
     """
     fields = [options.text_field] if keeps_field else []
     others: list[str] = []
-    for flag, _ in Counter(flags).most_common():
-        if flag.startswith(_FIELD_FLAG):
-            fields += shlex.split(flag.removeprefix(_FIELD_FLAG))
+    for flag, _ in Counter(itertools.chain.from_iterable(flags_of_files)).most_common():
+        if flag.startswith(FIELD_FLAG):
+            fields += shlex.split(flag.removeprefix(FIELD_FLAG))
         else:
             others.append(flag)
     if set(others) - {_AUTO} or (options.text_template and fields):
-        return ""  # not all can be given together
+        return None
     if len(fields) > keeps_field:
-        others.append(_FIELD_FLAG + shlex.quote(",".join(dict.fromkeys(fields))))
+        others.append(FIELD_FLAG + shlex.quote(",".join(dict.fromkeys(fields))))
     return " ".join(others)
 
 

@@ -24,6 +24,7 @@ from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10
+HEAD_TEXT_BYTES = 256 << 10  # of a text, that planning looks at
 _XZ_BYTES = 1 << 30  # the most memory that xz may take; ``xz -9`` needs 64 MiB
 _HEADER_BYTES = 18  # a decompressor is opened with at least this much data, or all that is left
 _DEFAULT_ZSTD_LONG = 27  # log2 of the largest window that the zstd command accepts by default
@@ -95,9 +96,17 @@ def _zstd_frame(_: bytes, zstd_long: int) -> Any:
     return zstd.ZstdDecompressor(options=largest)
 
 
+def beginning_of_text(file: OpenInput, compression: Compression | None, zstd_long: int) -> tuple[bytes, int]:
+    """Return the first 256 KiB of a file's text, and an estimate of the bytes of all its text."""
+    size = file.stamp.num_bytes
+    pieces = decompressed(file, compression, file.read_all, (0, size), HEAD_TEXT_BYTES, zstd_long)
+    head, num_read = next(pieces, (b"", 0))
+    return head, len(head) * size // max(1, num_read)
+
+
 def decompressed(
     file: OpenInput,
-    compression: Compression,
+    compression: Compression | None,
     read: Callable[[int, int], bytes],
     span: tuple[int, int],
     piece_bytes: int,
@@ -106,8 +115,14 @@ def decompressed(
     """Decompress the bytes ``span`` of a file, which are whole members or frames.
 
     Yields pieces of about ``piece_bytes``, at most twice as many. Raises BadInput, with file and byte, if a
-    member is damaged or cut short, or if something else follows the last member.
+    member is damaged or cut short, or if something else follows the last member. The bytes of a plain file,
+    whose compression is None, are its text.
     """
+    if compression is None:
+        for start in range(*span, piece_bytes):
+            end = min(start + piece_bytes, span[1])
+            yield read(start, end), end - start
+        return
     position = counted_end = span[0]  # end of the bytes that were read, and of those that a piece counts
     data = b""
     buffer = bytearray()

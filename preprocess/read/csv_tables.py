@@ -17,7 +17,13 @@ import pyarrow as arrow
 import pyarrow.csv as arrow_csv
 
 from preprocess.read import encodings, formats, inputs
-from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed
+from preprocess.read.compressed import (
+    COMPRESSIONS,
+    HEAD_TEXT_BYTES,
+    TextBlocks,
+    beginning_of_text,
+    decompressed,
+)
 from preprocess.read.formats import InputRecords, Inspected, SearchRanges, Start
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.tables import fields_in, records_of_batch, refused_by_name
@@ -27,7 +33,6 @@ from shardprep.format.plan_options import PlanOptions
 
 _BLOCK_BYTES = 4 << 20  # parsed at once; a row must fit into it
 _LARGE_BLOCK_BYTES = 2 * MOST_DOCUMENT_BYTES  # for files with longer rows, in which quotes may be doubled
-_HEAD_TEXT_BYTES = 256 << 10
 _READ_BYTES = 512 << 10
 _NAMES = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}  # of delimiters
 
@@ -86,12 +91,9 @@ class Csv:
 
     def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:
         """Estimate the text. Raises BadInput if a column of the text is missing."""
-        size = file.stamp.num_bytes
-        if not size:
+        if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        head, num_read = next(
-            self._pieces(file, file.read_all, size, fields.options.zstd_long, _HEAD_TEXT_BYTES)
-        )
+        head, text_bytes = beginning_of_text(file, self.compression, fields.options.zstd_long)
         names = _header(head, self.delimiter)
         schema = arrow.schema([(name, arrow.string()) for name in names])
         try:
@@ -102,7 +104,6 @@ class Csv:
             if other:
                 error.advise(f"its values seem to be between {_NAMES[other]}, not {_NAMES[self.delimiter]}")
             raise
-        text_bytes = len(head) * size // max(1, num_read)
         return Inspected(text_bytes, is_whole=True, head=head, names=names)
 
     def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
@@ -137,12 +138,14 @@ class Csv:
         self, reader: RangeReader, options: PlanOptions, block_bytes: int, num_skipped: int
     ) -> Iterator[tuple[Any, int]]:
         """Yield the record batches after the first rows. Raises _RowTooLongError, BadInput."""
-        size = reader.byte_range.end
-        pieces = self._pieces(reader.file, reader.read, size, options.zstd_long, _READ_BYTES)
+        span = (0, reader.byte_range.end)
+        pieces = decompressed(
+            reader.file, self.compression, reader.read, span, _READ_BYTES, options.zstd_long
+        )
         text = _Text(pieces, encodings.encoding_of(reader.byte_range, options))
         batch = None
         with refused_by_name(reader.file, "CSV", text):
-            names = _header(text.peek(_HEAD_TEXT_BYTES), self.delimiter)
+            names = _header(text.peek(HEAD_TEXT_BYTES), self.delimiter)
             opened = arrow_csv.open_csv(
                 text,
                 arrow_csv.ReadOptions(use_threads=False, block_size=block_bytes),
@@ -163,15 +166,6 @@ class Csv:
             # Otherwise the last value may have swallowed rows.
             if text.num_quotes % 2 and batch is not None and b"\n" in (batch.column(-1)[-1].as_py() or b""):
                 raise ValueError("a quote is not closed")
-
-    def _pieces(self, file: OpenInput, read: Any, size: int, zstd_long: int, piece_bytes: int) -> TextBlocks:
-        """Yield the text of a file, decompressed, with the number of file bytes read for it."""
-        if self.compression is not None:
-            yield from decompressed(file, self.compression, read, (0, size), piece_bytes, zstd_long)
-            return
-        for start in range(0, size, piece_bytes):
-            end = min(start + piece_bytes, size)
-            yield read(start, end), end - start
 
 
 class Tsv(Csv):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -27,6 +27,8 @@ SearchRanges = Sequence[tuple[int, int]]  # of a file, (byte, end), ascending; e
 BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
 # A batch has at most as many lines as if each had this size: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
+_FIRST_SCAN_BYTES = 16 << 10  # read at first to find where a part may begin
+_MAX_SCAN_BYTES = 1 << 20  # read at once, at most, to find it
 
 
 class Inspected(NamedTuple):
@@ -135,6 +137,42 @@ def starts_among(places: Iterable[Start], file: OpenInput, ranges: SearchRanges)
             place = next(remaining, end_of_file)
         starts.append(place if place.byte < end or place.byte == end_of_file.byte else None)
     return starts
+
+
+def first_place(
+    file: OpenInput,
+    byte: int,
+    end: int,
+    find: Callable[[bytes, int], int | None],
+    *,
+    before: int = 0,
+    overlap: int = 0,
+) -> int | None:
+    """Return the first place at or after ``byte`` that ``find`` finds, or the file's size if there is none.
+
+    If it is not before ``end``, the result may be None. A file's beginning is such a place, too.
+
+    Args:
+        find: (block of the file, its first byte in the file) -> the place or None.
+        before: bytes before ``byte`` with which the search begins.
+        overlap: bytes at the end of a block that are read again with the next one.
+    """
+    if byte >= end:
+        return None
+    if byte <= 0:
+        return 0
+    size = file.stamp.num_bytes
+    position = max(0, byte - before)
+    num_bytes = _FIRST_SCAN_BYTES
+    while position < end and (block := file.read(position, position + num_bytes)):
+        place = find(block, position)
+        if place is not None:
+            return place
+        if position + len(block) >= size:
+            return size
+        position += max(1, len(block) - overlap)
+        num_bytes = min(2 * num_bytes, _MAX_SCAN_BYTES)
+    return None if position < size else size
 
 
 def texts_of(values: Iterable[str | UnusableText]) -> list[bytes | UnusableText]:

@@ -51,8 +51,9 @@ class JsonLines(LineFormat):
         if at == 0 and lines.startswith(BOM):
             lines = lines[len(BOM) :]
             starts = np.maximum(starts - len(BOM), 0)
-        for single in fields.in_turn():
-            if not (single.is_later and _may_name(lines, fields, single)):
+        for number, single in enumerate(fields.in_turn()):
+            # A field counts only for lines that have none of those before it.
+            if not _may_name_any(lines, fields.text_paths[:number]):
                 scanned = _scanned_texts(lines, starts, single)
                 if scanned is not None:
                     return scanned, fields.columns_of_single(single, len(starts))
@@ -179,12 +180,11 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
     return Texts(joined=joined, num_texts=len(values), characters=None if has_unicode_escapes else characters)
 
 
-def _may_name(block: bytes, fields: TextFields, single: TextFields) -> bool:
-    """Return whether a line may have a field that comes before ``single`` in the order of --text_field."""
-    if b"\\u" in block:
+def _may_name_any(block: bytes, paths: Sequence[FieldPath]) -> bool:
+    """Return whether a line may have one of these fields."""
+    if paths and b"\\u" in block:
         return True
-    earlier = fields.text_paths[: fields.text_paths.index(single.text_paths[0])]
-    return any(b'"%b"' % path[-1].encode() in block for path in earlier)
+    return any(b'"%b"' % path[-1].encode() in block for path in paths)
 
 
 def _unescaped(strings: list[bytes]) -> bytes:

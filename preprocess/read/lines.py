@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from preprocess.read import formats
-from preprocess.read.compressed import COMPRESSIONS, TextBlocks, decompressed, load_zstd
+from preprocess.read.compressed import COMPRESSIONS, TextBlocks, beginning_of_text, decompressed, load_zstd
 from preprocess.read.encodings import UTF_8, UTF_8_WITH_MARK, encoding_of
 from preprocess.read.formats import InputRecords, Inspected, Numbers, SearchRanges, Start, Texts
 from preprocess.read.inputs import OpenInput, RangeReader
@@ -35,10 +35,7 @@ from shardprep.format.plan import ByteRange
 from shardprep.format.plan_options import PlanOptions
 
 LineTexts = tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]  # texts, columns by name
-_FIRST_SCAN_BYTES = 16 << 10  # read at first to find a line end
-_MAX_SCAN_BYTES = 1 << 20  # read at once, at most, to find a line end
 _TAIL_BYTES = 16 << 10  # decompressed at once to find the end of a part's last line
-_HEAD_TEXT_BYTES = 256 << 10  # planning decompresses this much to estimate the size of a file's text
 BOM = b"\xef\xbb\xbf"
 
 
@@ -75,13 +72,8 @@ class LineFormat:
         size = file.stamp.num_bytes
         if self.compression is None:
             return Inspected(text_bytes=size, is_whole=not can_be_split)
-        span = (0, size)
-        pieces = decompressed(
-            file, self.compression, file.read_all, span, _HEAD_TEXT_BYTES, options.zstd_long
-        )
-        head, num_read = next(pieces)
+        head, text_bytes = beginning_of_text(file, self.compression, options.zstd_long)
         has_frames = any(True for _ in self.compression.frames(file))
-        text_bytes = len(head) * size // max(1, num_read)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames), head=head)
 
     def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:
@@ -105,13 +97,11 @@ class LineFormat:
         file = reader.file
         byte_range = reader.byte_range
         compression = self.compression
+        span = (byte_range.start, byte_range.end)
         if compression is None:
-            for start in range(byte_range.start, byte_range.end, piece_bytes):
-                end = min(start + piece_bytes, byte_range.end)
-                yield reader.read(start, end), end - start
+            yield from decompressed(file, None, reader.read, span, piece_bytes, 0)
             return
         has_line = byte_range.start == 0
-        span = (byte_range.start, byte_range.end)
         rest = (byte_range.end, file.stamp.num_bytes)
         for piece in decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long):
             has_line = has_line or self.first_end(piece[0]) > 0
@@ -236,27 +226,19 @@ class LineFormat:
         starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
         return starts[:-1] if starts[-1] == len(block) else starts
 
-    def first_start(self, file: OpenInput, offset: int, end: int, options: PlanOptions) -> int | None:  # noqa: ARG002
-        """Return the first byte at or after ``offset`` where a line begins, or the file's size if none does.
-
-        If it is not before ``end``, the result may be None. Reads 16 KiB first, then doubles, up to 1 MiB.
-        """
-        if offset >= end:
-            return None
-        if offset <= 0:
-            return 0
+    def first_start(self, file: OpenInput, byte: int, end: int, options: PlanOptions) -> int | None:  # noqa: ARG002
+        """Return the first byte at or after ``byte`` where a line begins, see ``formats.first_place``."""
         size = file.stamp.num_bytes
-        position = offset - 1
-        num_bytes = _FIRST_SCAN_BYTES
-        while position < end and (block := file.read(position, position + num_bytes)):
+
+        def find(block: bytes, position: int) -> int | None:
             if position + len(block) < size:
-                block = block.removesuffix(b"\r")  # it may be half of \r\n: read it again with the next block
+                block = block.removesuffix(
+                    b"\r"
+                )  # it may be half of \r\n: it is read again with the next block
             line_end = self.first_end(block)
-            if line_end:
-                return position + line_end
-            position += len(block)
-            num_bytes = min(2 * num_bytes, _MAX_SCAN_BYTES)
-        return None if position < size else size
+            return position + line_end if line_end else None
+
+        return formats.first_place(file, byte, end, find, before=1, overlap=1)
 
 
 # By UTF-16 code unit: whether it is white space that ``str.strip`` removes, but not ``bytes.strip``.

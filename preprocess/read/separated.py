@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from preprocess.read import formats
 from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES
 from shardprep.format.plan_options import PlanOptions
@@ -21,8 +22,6 @@ _BLANK_LINES = re.compile(_LINE_END + rb"(?:[ \t]*" + _LINE_END + rb")+")
 _LEADING_BLANK_LINES = re.compile(rb"(?:[ \t]*" + _LINE_END + rb")*")
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 _KEPT_BYTES = 256  # of blank lines, to find one across two reads
-_FIRST_SCAN_BYTES = 16 << 10
-_MAX_SCAN_BYTES = 1 << 20
 
 
 class Separator(NamedTuple):
@@ -60,27 +59,17 @@ def may_end_shards(options: PlanOptions) -> bool:
     return options.separator.isascii() and separator_of(options, "utf-8").can_end_shards
 
 
-def first_start(file: OpenInput, offset: int, end: int, separator: Separator) -> int | None:
-    """Return the first byte at or after ``offset`` behind a separator, or the file's size if there is none.
+def first_start(file: OpenInput, byte: int, end: int, separator: Separator) -> int | None:
+    """Return the first byte at or after ``byte`` behind a separator, see ``formats.first_place``."""
 
-    If it is not before ``end``, the result may be None.
-    """
-    if offset >= end:
-        return None
-    if offset <= 0:
-        return 0
-    size = file.stamp.num_bytes
-    position = max(0, offset - separator.num_kept_bytes - 1)
-    num_bytes = _FIRST_SCAN_BYTES
-    while position < end and (block := file.read(position, position + num_bytes)):
+    def find(block: bytes, position: int) -> int | None:
         for match in separator.pattern.finditer(block):
-            if position + match.end() >= offset:
+            if position + match.end() >= byte:
                 return position + match.end()
-        if position + len(block) >= size:
-            return size
-        position += max(1, len(block) - separator.num_kept_bytes)
-        num_bytes = min(2 * num_bytes, _MAX_SCAN_BYTES)
-    return None if position < size else size
+        return None
+
+    num_kept = separator.num_kept_bytes
+    return formats.first_place(file, byte, end, find, before=num_kept + 1, overlap=num_kept)
 
 
 def documents_between(

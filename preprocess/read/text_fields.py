@@ -58,7 +58,6 @@ class TextFields:
     def __init__(self, options: PlanOptions, path: str = "") -> None:
         """``path``: of a file in the input folder, if the options may differ by file."""
         self.options = options
-        self.is_later = False  # whether this is one of several fields, and not the first
         named = {"id": options.id_field, "source": options.source_field}
         self.named = {each: _path(name, f"--{each}_field") for each, name in named.items() if name}
         self._literals: list[str] = []  # of a template: the text before each field, and after the last one
@@ -78,15 +77,13 @@ class TextFields:
         self._of_files: dict[str, TextFields] = {}
         self._in_turn: list[TextFields] = []
         if self.is_first_of:
-            self._in_turn = [self._single(number) for number in range(len(self.text_paths))]
+            self._in_turn = [self._single(path) for path in self.text_paths]
 
-    def _single(self, number: int) -> TextFields:
+    def _single(self, path: FieldPath) -> TextFields:
         """Return what takes one of several fields alone."""
         single = copy.copy(self)
-        path = self.text_paths[number]
         single.text_paths = [path]
         single.is_first_of = False
-        single.is_later = number > 0
         single.plain_name = path[0] if len(path) == 1 else None
         return single
 

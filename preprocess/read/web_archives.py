@@ -19,7 +19,7 @@ import numpy as np
 from fastwarc.warc import ArchiveIterator, WarcRecordType
 
 from preprocess.read import formats, inputs
-from preprocess.read.compressed import COMPRESSIONS, decompressed
+from preprocess.read.compressed import COMPRESSIONS, HEAD_TEXT_BYTES, beginning_of_text, decompressed
 from preprocess.read.formats import InputRecords, Inspected, SearchRanges, Start
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, InputRecord, TextFields, UnusableText, too_long
@@ -28,8 +28,7 @@ from shardprep.errors import BadInput, ReadWriteError, UsageError
 _MAGIC = b"WARC/"
 _MEMBER = b"\x1f\x8b\x08"  # a member of gzip begins with it, and other bytes may have it, too
 _TRIED_BYTES = 4 << 10  # of a member, to see what is in it
-_SCAN_BYTES = 256 << 10
-_HEAD_TEXT_BYTES = 256 << 10
+_CHECKED_BYTES = 256 << 10  # decompressed at once to see whether a member is complete
 _MAX_HEADER_BYTES = 64 << 10
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HEADERS = {
@@ -79,30 +78,25 @@ class WebArchive:
                 found=f"a web archive with the suffix {suffix}", expected=expected, advice=advice
             )
         self.is_compressed = bool(suffix)
+        self.compression = COMPRESSIONS[suffix] if suffix else None
 
     def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:  # noqa: ARG002
         """Estimate the text. Raises BadInput if the file does not begin with a record of its own."""
-        size = file.stamp.num_bytes
-        if not size:
+        if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        head = file.read(0, min(size, _HEAD_TEXT_BYTES))
-        num_read = _HEAD_TEXT_BYTES
         if self.is_compressed:
-            _check_first_member(file, head)
-            pieces = decompressed(file, COMPRESSIONS[".gz"], file.read_all, (0, size), _HEAD_TEXT_BYTES, 0)
-            head, num_read = next(pieces)
+            _check_first_member(file)
+        head, text_bytes = beginning_of_text(file, self.compression, 0)
         if not head.startswith(_MAGIC):
             expected = f"{_MAGIC!r} of a web archive"
             advice = "rename it, or move it away, and plan again"
             raise BadInput(path=file.path, found=f"{head[:8]!r}", expected=expected, advice=advice)
-        text_bytes = len(head) * size // max(1, num_read) if self.is_compressed else size
         return Inspected(text_bytes, is_whole=not self.is_compressed)
 
     def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
-        size = file.stamp.num_bytes
         if not self.is_compressed:
             return formats.starts_among((), file, ranges)
-        return [_first_member(file, byte, end, size) for byte, end in ranges]
+        return [_first_member(file, byte, end) for byte, end in ranges]
 
     def read(self, reader: RangeReader, fields: TextFields, batch_bytes: int) -> Iterator[InputRecords]:
         del fields  # documents.py takes them out of the records
@@ -146,7 +140,7 @@ class WebArchive:
     def _check_end(self, file: OpenInput, place: int, end: int) -> None:
         """Raise BadInput if the last record, at ``place``, is cut short: fastwarc may end without a word."""
         if self.is_compressed:
-            for _ in decompressed(file, COMPRESSIONS[".gz"], file.read_all, (place, end), _SCAN_BYTES, 0):
+            for _ in decompressed(file, self.compression, file.read_all, (place, end), _CHECKED_BYTES, 0):
                 pass
             return
         header, mark, _ = file.read_all(place, min(end, place + _MAX_HEADER_BYTES)).partition(b"\r\n\r\n")
@@ -205,32 +199,28 @@ def _of_records(records: list[InputRecord | UnusableText], places: list[int], nu
     return InputRecords(records=records, starts=starts, sizes=np.ones_like(starts), num_bytes=num_bytes)
 
 
-def _check_first_member(file: OpenInput, head: bytes) -> None:
+def _check_first_member(file: OpenInput) -> None:
     """Raise BadInput if the first member of a file has more than one record."""
     member = zlib.decompressobj(31)
     with contextlib.suppress(zlib.error):  # ``decompressed`` will name the fault
-        text = member.decompress(head, _HEAD_TEXT_BYTES)
+        text = member.decompress(file.read(0, HEAD_TEXT_BYTES), HEAD_TEXT_BYTES)
         if text.count(b"\r\n\r\n" + _MAGIC) and text.startswith(_MAGIC):
             raise BadInput(path=file.path, found="several records in one member of gzip", **_RECOMPRESS)
 
 
-def _first_member(file: OpenInput, byte: int, end: int, size: int) -> Start | None:
+def _first_member(file: OpenInput, byte: int, end: int) -> Start | None:
     """Return where the first member at or after ``byte`` begins, whose text is a record of WARC."""
-    if byte >= end:
-        return None
-    if byte <= 0:
-        return Start(0)
-    position = byte
-    while position < end and (block := file.read(position, position + _SCAN_BYTES)):
+
+    def find(block: bytes, position: int) -> int | None:
         at = block.find(_MEMBER)
         while at >= 0:
             if _is_record(file.read(position + at, position + at + _TRIED_BYTES)):
-                return Start(position + at)
+                return position + at
             at = block.find(_MEMBER, at + 1)
-        if position + len(block) >= size:
-            return Start(size)
-        position += len(block) - len(_MEMBER) + 1
-    return None if position < size else Start(size)
+        return None
+
+    place = formats.first_place(file, byte, end, find, overlap=len(_MEMBER) - 1)
+    return None if place is None else Start(place)
 
 
 def _is_record(data: bytes) -> bool:

@@ -117,6 +117,14 @@ def test_flags_for_all_files_are_told_at_once(tmp_path: Path) -> None:
     assert sorted(world.texts()) == sorted(others + KOREAN * 3)
 
 
+def test_flags_for_all_files_keep_the_field_of_files_with_another_fault(tmp_path: Path) -> None:
+    lines = b"".join(json.dumps(each, ensure_ascii=False).encode("cp949") + b"\n" for each in RIGHT[:3] * 3)
+    others = {"b.jsonl": [{"content": "a line"}]}
+    for name, content in (("a.jsonl", lines), ("a.json", json.dumps(RIGHT).encode())):
+        world = World(tmp_path / name).raw({name: content, **others})
+        world.try_plan(dry_run=True).ends(65, "--text_field text,content")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "cp949"])
 def test_one_command_makes_lines_of_all_objects(tmp_path: Path, encoding: str) -> None:

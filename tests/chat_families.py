@@ -354,7 +354,7 @@ def _answer(text: str, **more: Any) -> Message:
     return {"role": "assistant", "content": text, **more}
 
 
-def _asks(city: str, **more: Any) -> list[Message]:
+def _asks(city: Any, **more: Any) -> list[Message]:
     call = {"name": "get_weather", "arguments": {"city": city}}
     calls = [{"id": "call00001", "type": "function", "function": call}]
     result = {
@@ -392,6 +392,12 @@ RECORDS: list[dict[str, Any]] = [
         "messages": [
             _user("Weather?"), *_asks("Seoul", **_thinks("Ask.")), _answer("Warm.", **_thinks("Told.")),
             _user("부산?"), *_asks("부산", **_thinks("Again.")), _answer("Cold.", **_thinks("Told again.")),
+        ],
+        "tools": TOOLS,
+    },
+    {
+        "messages": [
+            _user("Weather?"), *_asks(1), *_asks(2), _answer("Warm.", **_thinks("Told.")), _user("Why?"), _answer("So."),
         ],
         "tools": TOOLS,
     },

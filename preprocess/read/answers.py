@@ -94,7 +94,15 @@ class Answers:
             if not own:
                 raise
             begin = own[0]
-        end, _ = self._agreement(self._render(marked.messages, number + 1))
+        try:
+            end, num_missing = self._agreement(self._render(marked.messages, number + 1))
+        except Unrendered:  # such as an answer before the first question
+            if not own:
+                raise
+            end = own[-1]
+        else:
+            if num_missing and not own:  # nothing shows where it ends, such as an empty answer
+                return 0, 0
         return min([begin, *own]), max([end, *own])
 
     def _agreement(self, other: str) -> tuple[int, int]:
@@ -105,7 +113,8 @@ class Answers:
         place = 0
         tail = other
         for found in reversed(list(self._mark.finditer(other))):
-            if found[0] in self._places:
+            # A template may repeat a text, such as a function's name in front of its result.
+            if found[0] in self._places and other.count(found[0]) == 1:
                 place = self._places[found[0]]
                 tail = other[found.end() :]
                 break
@@ -191,23 +200,25 @@ class _Marked:
             for key in REASONING_KEYS:
                 if isinstance(message.get(key), str):
                     marked[key] = self._around(message[key], is_thought=True)
-        marked["content"] = _with_texts(message.get("content"), mark)
-        if "content" not in message:
-            del marked["content"]
+        if "content" in message:
+            marked["content"] = _with_texts(message["content"], mark)
         if is_answer and isinstance(message.get("tool_calls"), list):
             marked["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
         self.of_message.append([chr(self._marks[number]) for number in range(first, self._num_marks)])
         return marked
 
     def _call(self, call: Any) -> Any:
-        """Mark the strings in a tool call's arguments, which may stand in its function."""
+        """Mark the strings in a tool call's arguments, which may stand in its function, else its name."""
         if not isinstance(call, dict):
             return call
         marked = dict(call)
+        first = self._num_marks
         if "function" in call:
             marked["function"] = self._call(call["function"])
         if "arguments" in call:
             marked["arguments"] = _with_strings(call["arguments"], self._around)
+        if self._num_marks == first and isinstance(call.get("name"), str):
+            marked["name"] = self._around(call["name"])
         return marked
 
     def _around_parts(self, text: str) -> str:
@@ -244,15 +255,9 @@ class _Marked:
 
 def _with_texts(content: Any, change: Callable[[str], str]) -> Any:
     """Return a message's content, a text or a list of text parts, with changed texts."""
-    if isinstance(content, str):
-        return change(content)
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-        parts.append({**part, "text": change(part["text"])} if is_text else part)
-    return parts
+    if isinstance(content, list):
+        return [{**part, "text": change(part["text"])} for part in content]
+    return change(content) if isinstance(content, str) else content
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:

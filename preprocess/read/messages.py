@@ -184,8 +184,9 @@ def _of_sharegpt(message: JsonValue) -> JsonValue:
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     speaker = message.get("from")
     value = message.get("value")
-    role = _SHAREGPT_ROLES.get(str(speaker), speaker)
-    if speaker != "function_call":
+    lower = str(speaker).lower()
+    role = _SHAREGPT_ROLES.get(lower, speaker)
+    if lower != "function_call":
         return {"role": role, "content": value, **others}
     calls = parsed_if_json(value)
     calls = calls if isinstance(calls, list) else [calls]

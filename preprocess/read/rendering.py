@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from preprocess.read.answers import Answers, Message, Span, Unrendered, strings_in
 from preprocess.read.messages import parsed_conversation
-from preprocess.read.text_fields import UnusableText, from_json
+from preprocess.read.text_fields import UnusableText, from_json, parsed_if_json
 from shardprep.format.plan_options import PlanOptions
 
 # Today's date, for templates that ask for it: equal inputs give equal bytes on any day.
@@ -160,7 +160,13 @@ class _Renderer:
         group: list[int] = []
         text = ""
         for number in learnt:
-            up_to, _ = render(messages[: number + 1])
+            try:
+                up_to, _ = render(messages[: number + 1])
+            except Unrendered:
+                if number == learnt[-1]:
+                    raise
+                group.append(number)  # such as a welcome before the first question
+                continue
             if group and not up_to.startswith(text):
                 yield self._document(render, messages[: group[-1] + 1], group)
                 group = []
@@ -237,16 +243,20 @@ class _Renderer:
         """Return a message whose content and arguments have the forms that the template can use."""
         content = message.get("content")
         if isinstance(content, list):
+            parts = []
             for part in content:
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 if kind != "text" or not isinstance(part.get("text"), str):
                     why = f"message {number} has a part of type {str(kind)[:40]!r}"
                     raise Unrendered("content_part", f"{why}, and only text can be rendered")
+                # Templates take a part with the key "image" for one, also if it is null.
+                parts.append({key: value for key, value in part.items() if value is not None})
+            message["content"] = parts
             if self._template.content == "text":
-                message["content"] = "".join(part["text"] for part in content)
+                message["content"] = "".join(part["text"] for part in parts)
         elif isinstance(content, str) and self._template.content == "parts":
             message["content"] = [{"type": "text", "text": content}]
-        calls = message.get("tool_calls")
+        calls = parsed_if_json(message.get("tool_calls"))
         if isinstance(calls, list):
             message["tool_calls"] = [_with_arguments(call, self._template.arguments) for call in calls]
         return message

@@ -108,13 +108,20 @@ def _sharegpt(speaker: str, value: str) -> dict[str, str]:
 CALL = {"name": "get_weather", "arguments": {"city": "서울"}}
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
 TWO = [QUESTION, ANSWER, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "More."}]
-CALLS = [
+CALLS: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather?"},
     {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
     {"role": "tool", "content": "12 C"},
     {"role": "assistant", "content": "It is 12."},
 ]
+
+
+def _with_calls_as_json(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return message if calls is None else {**message, "tool_calls": json.dumps(calls)}
+
+
 # Each record is in another form. Beside it, what it means.
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"messages": TWO}, {"messages": TWO}),
@@ -122,6 +129,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"conversations": TWO}, {"messages": TWO}),
     (
         {"conversations": [_sharegpt("human", "Hi?"), _sharegpt("gpt", "Hello.")]},
+        {"messages": [QUESTION, ANSWER]},
+    ),
+    (
+        {"conversations": [_sharegpt("Human", "Hi?"), _sharegpt("GPT", "Hello.")]},
         {"messages": [QUESTION, ANSWER]},
     ),
     (
@@ -143,6 +154,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"messages": [QUESTION, ANSWER, {"role": "user", "content": "Add.\n1 2"}, {"role": "assistant", "content": "3"}]},  # noqa: E501
     ),
     ({"messages": CALLS, "tools": TOOLS}, {"messages": CALLS, "tools": TOOLS}),
+    (
+        {"messages": [_with_calls_as_json(message) for message in CALLS], "tools": [json.dumps(TOOLS[0])]},
+        {"messages": CALLS, "tools": TOOLS},
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i?"}]}, ANSWER]},  # noqa: E501
         {"messages": [QUESTION, ANSWER]},
@@ -234,6 +249,23 @@ def test_nulls_of_a_table_are_no_arguments_and_plan_says_what_it_reads(tmp_path:
     assert "tools" in told.text
 
 
+def test_nulls_of_a_text_part_are_no_image(tmp_path: Path) -> None:
+    """Records of a table have each key of all parts, and templates ask first whether there is an image."""
+    world = world_of(tmp_path, "Qwen 2.5", [])
+    content = "{% if part.image is defined or 'image' in part %}<image>{% else %}{{ part.text }}{% endif %}"
+    template = untagged(FAMILIES["Qwen 2.5"]).replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        + content
+        + "{% endfor %}{% endif %}",
+    )
+    (world.tokenizer / "chat_template.jinja").write_text(template, encoding="utf-8")
+    part = {"type": "text", "text": "Hi?", "image": None}
+    world.raw({"chats.jsonl": [{"messages": [{"role": "user", "content": [part]}, ANSWER]}]})
+    planned(world).run()
+    assert pairs_of(world) == expected(world, "Qwen 2.5", {"messages": [QUESTION, ANSWER]})
+
+
 def test_variables_of_all_records_and_of_one_reach_the_template(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"messages": TWO},
@@ -319,6 +351,19 @@ def test_what_is_learnt_of_a_template_that_drops_earlier_thoughts(
     (manifest,) = world.manifests()
     assert manifest["counts"]["num_documents"] == len(ends)
     assert manifest["counts"]["num_empty_lines"] == 0
+
+
+@pytest.mark.parametrize("learn", ["all", "each"])
+def test_an_answer_before_the_first_question_is_learnt(tmp_path: Path, learn: str) -> None:
+    """Some templates refuse messages without a question, and so cannot render this answer alone."""
+    record = {"messages": [{"role": "assistant", "content": "Welcome."}, *TWO]}
+    world = world_of(tmp_path, "Llama 4", [record])
+    template = world.tokenizer / "chat_template.jinja"
+    needs_user = "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ 1 / 0 }}{% endif %}"
+    template.write_text(needs_user + template.read_text(encoding="utf-8"), encoding="utf-8")
+    planned(world, learn=learn).run()
+    assert left_out(world) == []
+    assert pairs_of(world) == expected(world, "Llama 4", record)
 
 
 def test_answers_that_do_not_change_share_a_document(tmp_path: Path) -> None:

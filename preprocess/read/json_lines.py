@@ -132,11 +132,13 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
     octets = np.frombuffer(block, np.uint8)
     if (octets[starts] != ord("{")).any() or (octets[starts[1:] - 2] != ord("}")).any():
         return None
-    # No line opens more brackets than may be nested. Those in strings count, too.
+    # Lines with more opening brackets than may be nested. Those in strings count, too.
     is_opening = octets | 0x20 == ord("{")  # [ and { differ by this bit
-    may_be_deep = np.count_nonzero(is_opening) - len(starts) >= text_fields.MAX_JSON_DEPTH
-    if may_be_deep and np.add.reduceat(is_opening, starts, dtype=np.int64).max() > text_fields.MAX_JSON_DEPTH:
-        return None
+    openings_of: dict[int, int] = {}
+    if np.count_nonzero(is_opening) - len(starts) >= text_fields.MAX_JSON_DEPTH:
+        openings = _num_in_lines(np.flatnonzero(is_opening), starts)
+        many = np.flatnonzero(openings > text_fields.MAX_JSON_DEPTH)
+        openings_of = dict(zip(many.tolist(), openings[many].tolist(), strict=True))
     # No line names the field twice. Such a line is left out, and no parser reports it.
     escapes = np.flatnonzero(octets == ord("\\"))
     has_unicode_escapes = bool((octets[escapes + 1] == ord("u")).any())
@@ -148,16 +150,27 @@ def _scanned_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts |
         values = list(map(_TEXT, _decoder(fields.plain_name).decode_lines(block)))
         if len(values) != len(starts):
             return None
-        # msgspec accepts infinite numbers in the fields that it skips. orjson raises ValueError.
+        # Brackets in the text, such as links in Markdown, are not nested.
+        for number, num_openings in openings_of.items():
+            if num_openings - _num_openings(values[number]) > text_fields.MAX_JSON_DEPTH:
+                return None
+        # msgspec accepts infinite numbers in the fields that it skips. orjson raises ValueError. It gets the
+        # lines without their texts, which may be long. If the bytes of a text occur before it, what is left
+        # is not JSON.
+        line_ends = np.append(starts[1:], len(block))
         for number in _lines_at(_places_of_large_numbers(octets), starts):
-            orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
+            before, _, after = block[starts[number] : line_ends[number]].partition(bytes(values[number]))
+            orjson.loads(b'%b""%b' % (before, after))
         # Decode the values of lines with a backslash, all in one call.
         escaped = _lines_at(escapes, starts)
-        if escaped:
-            texts = _unescaped([values[number] for number in escaped]).split(_BETWEEN_QUOTES)
-            for number, text in zip(escaped, texts, strict=True):
-                values[number] = text
-        joined = _BETWEEN_QUOTES.join(values)
+        if len(escaped) > len(values) // 2:  # the others do not change by it
+            joined = _unescaped(values)
+        else:
+            if escaped:
+                texts = _unescaped([values[number] for number in escaped]).split(_BETWEEN_QUOTES)
+                for number, text in zip(escaped, texts, strict=True):
+                    values[number] = text
+            joined = _BETWEEN_QUOTES.join(values)
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError, ValueError, TypeError):
         return None
     # Each value must be in quotes, so that it is a string. The separators are found by their first byte, NUL.
@@ -193,14 +206,28 @@ def _unescaped(strings: list[bytes]) -> bytes:
 
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
-    """Return the numbers of the lines that contain some bytes of the block, each number once."""
-    num_places = np.bincount(np.searchsorted(starts, places, side="right") - 1)
-    numbers: list[int] = np.flatnonzero(num_places).tolist()  # np.unique would import numpy.ma, 10 ms
+    """Return the numbers of the lines that contain some places of the block, which ascend."""
+    numbers: list[int] = np.flatnonzero(_num_in_lines(places, starts)).tolist()
     return numbers
 
 
+def _num_in_lines(places: Numbers, starts: Numbers) -> Numbers:
+    """Return int64[num_lines]: how many of some places of the block, which ascend, each line has."""
+    num_before = np.searchsorted(places, starts)
+    return np.diff(num_before, append=len(places))
+
+
+def _num_openings(value: bytes) -> int:
+    """Return how many opening brackets a JSON string has, or 0 for another value."""
+    raw = bytes(value)
+    return raw.count(b"[") + raw.count(b"{") if raw.startswith(b'"') else 0
+
+
 def _places_of_large_numbers(octets: npt.NDArray[np.uint8]) -> Numbers:
-    """Return a byte of each number that may be infinite: it has about 200 digits, or an exponent of 3."""
+    """Return a byte of each number that may be infinite: it has about 200 digits, or an exponent of 3.
+
+    The bytes ascend.
+    """
     is_digit = octets - ord("0") < 10
     is_exponent = octets | 0x20 == ord("e")
     is_exponent[1:] &= is_digit[:-1]
@@ -208,7 +235,8 @@ def _places_of_large_numbers(octets: npt.NDArray[np.uint8]) -> Numbers:
     is_exponent[:-3] &= is_digit[3:]
     places = np.flatnonzero(is_exponent)
     samples = is_digit[::64]  # an infinite number has over 300 digits, so at least three samples in a row
-    return np.concatenate([places, 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])])
+    long = 64 * np.flatnonzero(samples[:-2] & samples[1:-1] & samples[2:])
+    return np.sort(np.concatenate([places, long]))
 
 
 def _side_values(records: list[JsonValue], fields: TextFields) -> dict[FieldPath, list[JsonValue]]:

@@ -150,6 +150,7 @@ KEYS = [
 NUMBERS = ["18446744073709551616", "-9223372036854775809", "9007199254740993", "1.0", "-0", "-0.0", "1e5"]
 NUMBERS += ["1e999", "-1E+400", "9" * 400, "1e-999", "1.5e300"]
 VALUES = ['"a"', '"가 \\"text\\": b"', '"x\\\\"', '"\\"text"', '"\\\\u0074ext\\":"', "7", "null", *NUMBERS]
+VALUES.append('":1e999,"')  # the bytes of another value, between two keys
 FIELDS: dict[str, dict[str, str]] = {
     "a field": {"text_field": "text", "id_field": "id"},
     "a nested field": {"text_field": "meta.text"},

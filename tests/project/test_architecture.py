@@ -77,6 +77,20 @@ def test_a_folder_imports_only_what_it_may(folder: str) -> None:
                 assert not name.startswith("shardprep.format"), f"{path} imports {name}"
 
 
+# Modules of loader/ that lend names of loader/train/ to users.
+FACES = {
+    f"loader/{name}.py" for name in ("__init__", "__main__", "boundaries", "lightning", "trainer", "training")
+}
+
+
+def test_the_loader_needs_no_help_for_training_loops() -> None:
+    """An arrow from ``loader/`` to ``loader/train/`` stands only where users import names."""
+    for path in (ROOT / "loader").glob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        of_train = {each for each in imports_of(path) if each.startswith("loader.train.")}
+        assert name in FACES or not of_train, f"{name} imports {of_train}"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_inside_a_package_have_no_cycle(package: str) -> None:
     """If there is one, the error names it."""

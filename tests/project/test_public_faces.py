@@ -28,6 +28,8 @@ PUBLIC_MODULES = {
 PUBLIC_NAMES = {
     "main", "COMMANDS", "DataFolder", "has_bounded_cost", "AttemptMark", "end_other_attempts",
 }  # fmt: skip
+# What parses text, in modules that also run commands.
+PUBLIC_NAMES |= {"Job", "parse_queue", "parse_stripe", "size_text"}
 # Modules that read and write nothing have tests of their own, in a file of their name.
 PURE_MODULES = {
     "loader.batch.fields",
@@ -41,6 +43,9 @@ PURE_MODULES = {
     "preprocess.make.packing",
     "preprocess.make.tar_headers",
     "preprocess.make.token_ids",
+    "preprocess.read.json_lines",
+    "preprocess.read.text_fields",
+    "shardprep.format.plan_options",
     "shardprep.format.spec",
     "shardprep.launch",
 }

@@ -85,11 +85,13 @@ def jobs_of_user(user: str) -> list[Job]:
     layout = ",".join(f"{name}:|" for name in _FIELDS)
     command = ("squeue", "--noheader", f"--user={user}", "--states=all", "--Format", layout)
     try:
-        return slurm_answer(parse_queue, *command)
+        jobs = slurm_answer(parse_queue, *command)
     except SlurmRefused as error:
         if "Invalid user" in str(error):  # the user's account was deleted
             return []
         raise SlurmAway(found=error.found) from None
+    # A job's name may contain the end of a line, and then what looks like the job of another user.
+    return [job for job in jobs if job.user == user]
 
 
 def jobs_of_user_for_certain(user: str) -> list[Job]:
@@ -107,7 +109,9 @@ def jobs_of_user_for_certain(user: str) -> list[Job]:
 def parse_queue(text: str) -> list[Job]:
     """Parse squeue's lines into jobs, one for each waiting task. Raises ValueError."""
     jobs = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
+        if not line:
+            continue
         values = line.split("|", len(_FIELDS))
         if len(values) <= len(_FIELDS):
             raise ValueError(f"{len(values) - 1} of {len(_FIELDS)} fields in {line[:200]!r}")

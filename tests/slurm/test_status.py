@@ -592,6 +592,21 @@ def test_a_foreign_record_does_not_hide_a_job_with_this_data_sets_name(desk: Des
 
 
 @AS_ROOT
+@pytest.mark.parametrize("line_end", ["\n", "\u2028"])
+def test_a_line_in_the_name_of_another_users_job_is_no_job(desk: Desk, line_end: str) -> None:
+    """It says that a training of this user is a job of the data set."""
+    give_away(desk.submitted(array("9"), verify="10", user="zoe"))
+    forged = squeue_line("N/A", "RUNNING", job="777", name=desk.job_name)
+    name = f"x|{line_end}{forged}".removesuffix("|\n")
+    queue = squeue_line("N/A", "RUNNING", job="9", user="zoe", name=name)
+    (desk.place / "of_zoe").write_text(queue, encoding="utf-8")
+    desk.answers_by("squeue", '[[ "$*" = *--user=zoe* ]] && exec cat PLACE/of_zoe; REAL')
+    desk.queue(TRAINING)
+    desk.slurm("cancel", code=2)
+    assert not desk.calls("scancel")
+
+
+@AS_ROOT
 def test_a_foreign_record_of_a_task_of_this_user_changes_nothing(desk: Desk) -> None:
     """It says that task 0 makes shard 3, and so that shard 0 is in no task."""
     desk.submitted(array(tasks=["0", "1", "2", "3", "4"]))

@@ -67,7 +67,7 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
 @pytest.mark.parametrize("form", FORMATS)
 def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
     """Damaged files are refused, or read like the independent reader does."""
-    num_files = int(os.environ.get("RANDOM_FILES", "10"))
+    num_files = int(os.environ.get("RANDOM_FILES", "6"))
     size = min(num_files // 2, 200)
     seeds = [range(first, first + size) for first in range(0, num_files, size)]
     counts = Counter(result for some in seeds for result in compare(form, some, tmp_path))

@@ -44,7 +44,7 @@ def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     world = World(tmp_path_factory.mktemp("formats")).raw({"a.txt": hostile_text(80, 5).replace("\r", "\n")})
     write_every_format(world.raw_dir)
     # More documents than the largest batch below.
-    world.raw({"a.txt": hostile_text(80, 5).encode() + b"\nbroken \xff line\r\n", "z.txt": "x\n" * 800})
+    world.raw({"a.txt": hostile_text(80, 5).encode() + b"\nbroken \xff line\r\n", "z.txt": "x\n" * 400})
     return world.raw_dir
 
 

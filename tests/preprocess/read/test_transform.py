@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[str, int]] = {
     "returns bytes": ("def transform(record): return b'a'", 65),
     "returns half of a pair": ("def transform(record): return '\\ud800'", 65),
     "returns more than a document may have": (
-        "def transform(record): return 'x' * (65 << 20 if '7' in record['text'] else 1)", 65
+        "def transform(record): return 'x' * (65 << 20 if record['text'] == 'line 7' else 1)", 65
     ),
     "leaves out with a reason that is not a text": (
         "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)", 0

@@ -109,7 +109,7 @@ def look_at(
         # Of text that is seen as UTF-8 each whole line is, so no line has to be tried.
         problem = None if is_utf_8 and seen == encodings.UTF_8 else _problem_of_text(path, samples, codec)
         look = Look(problem=problem, note=_note_of_text(name, samples, fields.options) if notes else "")
-    elif kind.format.unit != "row":
+    elif kind.format.is_json:
         look = _look_at_json(path, samples, seen if codec == encodings.UTF_8 and seen else codec, fields)
     if codec == encodings.UTF_8 and seen != codec:
         is_unusable = look.problem is not None and look.problem.found == _UNDECODABLE

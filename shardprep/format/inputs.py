@@ -16,12 +16,13 @@ class InputFormat(NamedTuple):
     can_be_compressed: bool = False
     has_fields: bool = True  # whether records have named fields; False for plain text
     is_text: bool = True  # whether its bytes, decompressed, are text
+    is_json: bool = False  # whether its lines are objects of JSON, of which ``plan`` can say what is wrong
 
 
 INPUT_FORMATS = (
     InputFormat((".txt", ".text"), can_be_compressed=True, has_fields=False),
-    InputFormat((".jsonl", ".ndjson", ".jsonlines"), can_be_compressed=True),
-    InputFormat((".json",), can_be_compressed=True),  # one object per line
+    InputFormat((".jsonl", ".ndjson", ".jsonlines"), can_be_compressed=True, is_json=True),
+    InputFormat((".json",), can_be_compressed=True, is_json=True),  # one object per line
     InputFormat((".csv",), unit="row", can_be_compressed=True),
     InputFormat((".tsv",), unit="row", can_be_compressed=True),
     InputFormat((".parquet", ".pq"), unit="row", is_text=False),

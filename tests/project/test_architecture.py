@@ -328,7 +328,7 @@ def test_a_process_that_makes_a_shard_imports_no_heavy_library(tmp_path: Path, f
 # The recipes of CONTRIBUTING.md, carried out in a copy of the packages.
 
 CSV_MODULE = '''
-"""``.psv`` with a header: a record is a document; line breaks within quotes end none."""
+"""``.psv`` with a header, a record a document. Line breaks within quotes end none. Offsets are bytes."""
 
 import csv
 import io
@@ -368,7 +368,7 @@ class Csv:
         rows = [row for row in range(1, len(begins)) if byte_range.start <= begins[row] < byte_range.end]
         yield InputRecords(
             records=[dict(zip(cells[0], cells[row])) for row in rows],
-            starts=np.array(rows, np.int64),
+            starts=np.array([begins[row] for row in rows], np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
             num_bytes=byte_range.end - byte_range.start,
         )
@@ -378,7 +378,7 @@ CHANGES = [
     (
         "shardprep/format/inputs.py",
         ")\nPLAIN_TEXT =",
-        """    InputFormat((".psv",), unit="row"),
+        """    InputFormat((".psv",)),
 )
 PLAIN_TEXT =""",
     ),
@@ -454,7 +454,8 @@ def test_the_recipes_add_an_input_format_and_a_plan_option(tmp_path: Path) -> No
     assert "a.psv" in inside
     assert sum(each["counts"]["num_documents"] for each in world.manifests()) == len(texts) + 2
     for number in range(len(texts)):
-        assert f"from a.psv row {number + 1}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
+        byte = (world.raw_dir / "a.psv").read_bytes().index(f"no. {number},".encode())
+        assert f"from a.psv byte {byte}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
     assert "sings" in shown
     assert "twice" not in shown, "the function took it out"
     kept = b"".join(path.read_bytes() for path in data.glob("ids/*")).decode()

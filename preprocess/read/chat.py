@@ -19,7 +19,7 @@ import sys
 import time
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -101,30 +101,28 @@ def render_conversations(
     Raises TooCostly and ReadWriteError.
     """
     parts = _parts(conversations, len(_PROCESSES))
-    answers: list[Any] = []
-    if len(parts) == 1:
-        answers = _ask(_PROCESSES[0], template, parts[0], 0)
-    else:
-        for process, _ in zip(_PROCESSES, parts, strict=False):
-            process.start()  # from this thread, which gets the signals
-        with ThreadPoolExecutor(len(parts)) as pool:
-            try:
-                futures = []
-                first = 0
-                for process, part in zip(_PROCESSES, parts, strict=False):
-                    futures.append(pool.submit(_ask, process, template, part, first))
-                    first += len(part)
-                for future in futures:  # in order, so that the first conversation over a limit is named
-                    answers += future.result()
-            except BaseException:
-                for process in _PROCESSES:  # threads that wait for them end, too
-                    process.end(at_once=True)
-                raise
+    answers = _ask(_PROCESSES[0], template, parts[0], 0) if len(parts) == 1 else _ask_several(template, parts)
     found: list[list[Rendered] | UnusableText] = []
     for answer in map(json.loads, answers):
         is_unusable = isinstance(answer, dict)
         found.append(UnusableText(**answer) if is_unusable else [Rendered(*each) for each in answer])
     return found
+
+
+def _ask_several(template: ChatTemplate, parts: list[list[str]]) -> list[Any]:
+    """Render each part in a process of its own."""
+    processes = _PROCESSES[: len(parts)]
+    firsts = accumulate(map(len, parts), initial=0)
+    for process in processes:
+        process.start()  # from this thread, which gets the signals
+    with ThreadPoolExecutor(len(parts)) as pool:
+        try:
+            # In order, so that the first conversation over a limit is named.
+            return list(chain.from_iterable(pool.map(_ask, processes, repeat(template), parts, firsts)))
+        except BaseException:
+            for process in processes:  # threads that wait for them end, too
+                process.end(at_once=True)
+            raise
 
 
 def _ask(process: LimitedProcess, template: ChatTemplate, part: list[str], first: int) -> list[Any]:

@@ -38,6 +38,8 @@ _SHAREGPT_ROLES = {
 _OTHER_FIELDS = (
     "prompt", "completion", "instruction", "input", "output", "history", "system", "chosen", "rejected",
 )  # fmt: skip
+# What a conversation may have beside its messages.
+PARTS_BESIDE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 _PAIR = (
     "it is a preference pair, which is no row for a language model's loss: for one side, plan with "
     "--text_field chosen; for the pair, use a preference trainer on the records"
@@ -97,7 +99,7 @@ class MessageFields(TextFields):
         if isinstance(recognized, UnusableText):
             return recognized
         found: dict[str, JsonValue] = {"messages": recognized.messages}
-        for name, expected in (("tools", list), ("documents", list), ("chat_template_kwargs", dict)):
+        for name, expected in PARTS_BESIDE.items():
             path, value = self._first(name, given)
             if isinstance(value, UnusableText):
                 return value
@@ -152,8 +154,7 @@ class MessageFields(TextFields):
 
     def beside(self, given: Mapping[FieldPath, JsonValue]) -> set[str]:
         """Return what a record has beside its messages: some of tools, documents and chat_template_kwargs."""
-        names = ("tools", "documents", "chat_template_kwargs")
-        return {name for name in names if self._first(name, given)[1] not in (None, "", "[]", [], {})}
+        return {name for name in PARTS_BESIDE if self._first(name, given)[1] not in (None, "", "[]", [], {})}
 
     def _first(self, name: str, given: Mapping[FieldPath, JsonValue]) -> tuple[FieldPath, JsonValue]:
         """Return the first of the places of a name that has a value, and the value, which may be None."""

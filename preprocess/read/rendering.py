@@ -124,26 +124,25 @@ class _Renderer:
         if self._template.tool_text and given.get("tools") is not None:
             for_tools = self._template._replace(text=self._template.tool_text, tool_text="")
             return _renderer(for_tools).documents(conversation)
+        learn = self._template.learn
         answers = [number for number, message in enumerate(given["messages"]) if _is_answer(message)]
         learnt = [number for number in answers if _is_learnt(given["messages"][number], number)]
-        is_simple = self._is_tagged and learnt == answers and self._template.learn == "all"
-        is_simple = is_simple and self._template.learns_reasoning
+        takes_all = learn == "all" and learnt == answers and self._template.learns_reasoning
+        is_simple = takes_all and self._is_tagged  # the tags say what is learnt
         messages = self._checked(given, len(answers), is_linear=is_simple)
         if not answers:
             raise Unrendered("no_assistant", "no message is the assistant's")
-        render = functools.partial(self._text, given)
-        if is_simple:
-            text, spans = render(messages, return_assistant_tokens_mask=True)
-            found = [Rendered(text, spans)]
-        elif self._template.learn == "each":
-            found = list(self._each(render, messages, learnt))
-        else:
-            learnt = (
-                learnt if self._template.learn == "all" else [each for each in learnt if each == answers[-1]]
-            )
-            found = [self._document(render, messages, learnt)] if learnt else []
+        if learn == "last":
+            learnt = [number for number in learnt if number == answers[-1]]
         if not learnt:
             raise Unrendered("not_learnt", "no answer in it is to be learnt, by weight or train")
+        render = functools.partial(self._text, given)
+        if is_simple:
+            found = [Rendered(*render(messages, return_assistant_tokens_mask=True))]
+        elif learn == "each":
+            found = list(self._each(render, messages, learnt))
+        else:
+            found = [self._document(render, messages, learnt)]
         found = [each for each in found if any(begin < end for begin, end in each.spans)]
         if not found:
             raise Unrendered("no_assistant", "the template renders nothing that the assistant wrote")
@@ -210,34 +209,33 @@ class _Renderer:
             role = message.get("role") if isinstance(message, dict) else None
             if role not in ROLES:
                 raise Unrendered("wrong_role", f"message {number} has the role {str(role)[:40]!r}")
-            for text in strings_in(message):
-                num_chars += len(text)
-                if control := self._forbidden.search(text):
-                    raise Unrendered(
-                        "control_token", f"message {number} holds the control token {control[0]}"
-                    )
+            num_chars += self._num_chars(message, f"message {number} holds")
             # As apply_chat_template does: templates fail on nulls, and messages of tables have equal keys.
             own = {key: value for key, value in message.items() if value is not None}
             found.append(self._with_forms(own, number))
         for name in ("tools", "documents"):
-            for text in strings_in(given.get(name)):
-                num_chars += len(text)
-                if control := self._forbidden.search(text):
-                    raise Unrendered("control_token", f"{name} hold the control token {control[0]}")
+            num_chars += self._num_chars(given.get(name), f"{name} hold")
         taken = _NO_VARIABLES & {*given.get("chat_template_kwargs", {})}
         if taken:
             why = f"chat_template_kwargs has {min(taken)}, which is no variable of a template"
             raise Unrendered("wrong_kwargs", why)
         work = num_answers * (num_chars + _MESSAGE_CHARS * len(messages))
         if work > (_MOST_TAGGED_WORK if is_linear else _MOST_WORK):
-            what = f"{num_answers} answers in {len(messages)} messages of {num_chars} characters"
-            remedy = (
-                ""
-                if is_linear
-                else "; with {% generation %} in the template and --learn all it may have more"
-            )
-            raise Unrendered("too_many_answers", f"{what} take too long to render{remedy}")
+            why = f"{num_answers} answers in {len(messages)} messages of {num_chars} characters "
+            why += "take too long to render"
+            if not is_linear:
+                why += "; with {% generation %} in the template and --learn all it may have more"
+            raise Unrendered("too_many_answers", why)
         return found
+
+    def _num_chars(self, value: Any, holder: str) -> int:
+        """Return the length of all strings in a value. Raises Unrendered if one has a control token."""
+        num_chars = 0
+        for text in strings_in(value):
+            num_chars += len(text)
+            if control := self._forbidden.search(text):
+                raise Unrendered("control_token", f"{holder} the control token {control[0]}")
+        return num_chars
 
     def _with_forms(self, message: Message, number: int) -> Message:
         """Return a message whose content and arguments have the forms that the template can use."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.read.code_files import CodeFiles
+from preprocess.read.messages import PARTS_BESIDE
 from preprocess.read.text_fields import MOST_DOCUMENT_BYTES, InputRecord, UnusableText, too_long
 from preprocess.read.user_code import UserCode
 from shardprep import LeaveOut
@@ -360,14 +361,12 @@ def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
     return UnusableText("transform_error", why)
 
 
-_PARTS = {"messages": list, "tools": list, "documents": list, "chat_template_kwargs": dict}
-
-
 def _is_conversation(result: object) -> bool:
     """Return whether a result is messages, or a conversation of nothing but what a template gets."""
     if not isinstance(result, dict):
         return isinstance(result, list)
-    are_known = all(isinstance(value, _PARTS.get(key, ())) for key, value in result.items())
+    parts = {"messages": list, **PARTS_BESIDE}
+    are_known = all(isinstance(value, parts.get(key, ())) for key, value in result.items())
     return are_known and "messages" in result
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
+
 from preprocess.plan.mending import (
     FIELD_FLAG,
     FUNCTION,
@@ -137,7 +139,13 @@ def _look_at_json(path: Path, samples: Sequence[Sample], codec: str, fields: Tex
     for line in _lines_of(samples):
         record: Any = None
         try:
-            record, text = record_of_line(encodings.as_utf_8(line, codec), fields)
+            utf_8 = encodings.as_utf_8(line, codec)
+            # Mostly the first line is usable. What else a worker checks, such as whether a key occurs twice,
+            # takes longer than all other looks at a file.
+            usable = _usable_record(utf_8, fields)
+            if usable is not None:
+                return Look(names=frozenset((*all_names, *usable)))
+            record, text = record_of_line(utf_8, fields)
         except UnicodeDecodeError:
             text = UnusableText("undecodable", "")
         if isinstance(record, dict):
@@ -166,6 +174,15 @@ def _look_at_json(path: Path, samples: Sequence[Sample], codec: str, fields: Tex
         found = f"{counted(reasons.total(), 'record')} of a sample, none usable ({shown})"
         unfit = BadInput(path=path, found=found, expected="an object in each line")
     return Look(names=names, problem=unfit, flags=flags_of(unfit))
+
+
+def _usable_record(line: bytes, fields: TextFields) -> dict[str, Any] | None:
+    """Return the object of a line if it seems to have a usable text."""
+    try:
+        record: dict[str, Any] = orjson.loads(line)
+    except ValueError:
+        return None
+    return None if isinstance(fields.text(record), UnusableText) else record
 
 
 def _look_at_whole_json(path: Path, beginning: str, pipe: str, fields: TextFields) -> Look:

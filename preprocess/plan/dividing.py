@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from preprocess.plan.inputs import InputListing, left_out_lines, split_of
-from preprocess.plan.looks import Look, lines_about, look_at, refuse_unusable
+from preprocess.plan.looks import Look, look_at
+from preprocess.plan.looks_together import lines_about, refuse_unusable
 from preprocess.read import encodings, formats, inputs
 from preprocess.read.encodings import Sample
 from preprocess.read.fields import text_fields_of

@@ -9,6 +9,7 @@ import random
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from preprocess.read.inputs import OpenInput, samples_of
 from tests.input_writers import table_bytes
 from tests.world import Ended, World, type_in
 
@@ -341,20 +341,23 @@ def test_a_line_longer_than_what_plan_looks_at_is_not_refused(tmp_path: Path) ->
     World(tmp_path).raw({"a.jsonl": line * 2}).try_plan(dry_run=True).ends(0)
 
 
-def test_an_input_is_asked_for_its_status_once_however_much_is_read(
+def test_plan_asks_for_the_status_of_an_input_when_it_is_opened_and_after_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a line\n" * 50_000)
-    statuses: list[os.stat_result] = []
-    real = os.fstat
+    calls: Counter[str] = Counter()
+    real_open = os.open
+    real_fstat = os.fstat
 
-    def kept(handle: int) -> os.stat_result:
-        statuses.append(real(handle))
-        return statuses[-1]
+    def counted_open(path: Any, *rest: Any, **named: Any) -> int:
+        calls["open"] += str(path).startswith(str(world.raw_dir / "raw-"))
+        return real_open(path, *rest, **named)
 
-    monkeypatch.setattr(os, "fstat", kept)
-    file = OpenInput(path)
-    assert len(b"".join(samples_of(file))) == 3 << 16
-    assert file.read(349_990, 400_000) == b"ne\na line\n"
-    assert len(statuses) == 1
+    def counted_fstat(handle: int) -> os.stat_result:
+        calls["fstat"] += Path(f"/proc/self/fd/{handle}").readlink().name.startswith("raw-")
+        return real_fstat(handle)
+
+    world = World(tmp_path).raw({f"raw-{number}.txt": "\n".join(ENGLISH) for number in range(9)})
+    monkeypatch.setattr(os, "open", counted_open)
+    monkeypatch.setattr(os, "fstat", counted_fstat)
+    world.try_plan(dry_run=True, num_shards=3).ends(0)
+    assert 9 <= calls["open"] <= calls["fstat"] <= 2 * calls["open"]

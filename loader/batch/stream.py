@@ -94,8 +94,8 @@ class BatchStream:
         if not sample_tokens:
             names = [source.name for source in self.run.sources if source.name in self.samples]
             sample_tokens = max(self.samples[name].mean_tokens for name in names)
-        tick_samples = slots_per_worker * self.run.order.group  # of one worker
-        tick_bytes = 4 * tick_samples * sample_tokens
+        worker_samples = slots_per_worker * self.run.order.group  # of a tick
+        tick_bytes = 4 * worker_samples * sample_tokens
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
     def steps(self, start: Position) -> Iterator[list[CountedBatch]]:

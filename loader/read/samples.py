@@ -65,11 +65,11 @@ class Samples:
         data = reader.read(samples.T.reshape(-1), starts=self.starts)  # tick by tick, as in chunks
         return partial(self._chunk_of, data, len(samples))
 
-    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
-        """Return ticks of a window. ``tick_samples``: of a tick, as many as this process reads."""
-        by_tick = np.arange(first * tick_samples, end * tick_samples)
+    def _chunk_of(self, data: SampleBytes, worker_samples: int, first: int, end: int) -> Chunk:
+        """Return ticks of a window. ``worker_samples``: of a tick, read by this process."""
+        by_tick = np.arange(first * worker_samples, end * worker_samples)
         counts, ids, num_cut_tokens = self._decode(data, by_tick)
-        lengths = counts.astype(np.int32).reshape(-1, tick_samples).T
+        lengths = counts.astype(np.int32).reshape(-1, worker_samples).T
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut_tokens=num_cut_tokens)
         if not self.origins:
             return chunk
@@ -118,9 +118,9 @@ class Samples:
 class PackedRows(Samples):
     """Rows of one length that ``plan`` packed. Ids stay in the reader's buffer until their tick is needed."""
 
-    def _chunk_of(self, data: SampleBytes, tick_samples: int, first: int, end: int) -> Chunk:
-        by_tick = np.arange(first * tick_samples, end * tick_samples)
-        rows = by_tick.reshape(-1, tick_samples).T
+    def _chunk_of(self, data: SampleBytes, worker_samples: int, first: int, end: int) -> Chunk:
+        by_tick = np.arange(first * worker_samples, end * worker_samples)
+        rows = by_tick.reshape(-1, worker_samples).T
         differs = data.dtype != data.dtype[0]
         if differs.any():
             raise data.broken(int(differs.argmax()), "ids of another width than other rows")

@@ -8,6 +8,8 @@
 
 An attempt that made all its shards removes its record, so a finished data set has none. A record names the
 folder that it was written in, so that records in a copy of the folder are ignored.
+
+The file is long as its readers and writers stand together: both must agree on each line of a record.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import heapq
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,6 +60,7 @@ _SPLIT_WORDS = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
+_MAY_BE_SPLIT = re.compile("|".join(_SPLIT_WORDS))
 # Folders in which datasets and others write; the last step is to rename them.
 _UNFINISHED_ENDINGS = (".incomplete", ".inprogress", ".partial", ".tmp", ".temp")
 _COMPARED_BYTES = 64 << 10  # of the text of two files that may be equal
@@ -171,9 +173,11 @@ class InputListing:
 
     def leave_out_same_files(self) -> None:
         """Leave out links to, other names of, and compressed forms of files that are taken."""
+        num_names = Counter(file_id for _, file_id in self.taken.values())
+        several = [path for path, (_, file_id) in self.taken.items() if num_names[file_id] > 1]
         first_names: dict[tuple[int, int], str] = {}
         # Links come last, so that the file itself is taken.
-        for path in sorted(self.taken, key=lambda path: (self.taken[path][0], path.split("/"))):
+        for path in sorted(several, key=lambda path: (self.taken[path][0], path.split("/"))):
             first = first_names.setdefault(self.taken[path][1], path)
             # Some file systems give other inode numbers in each listing, so an equal number proves nothing.
             if first != path and (self._input_dir / first).samefile(self._input_dir / path):
@@ -251,6 +255,8 @@ def _beginning_of_text(path: Path) -> bytes | None:
 
 def split_of(path: str) -> str:
     """Return the split of a path, as ``datasets`` finds it (wiki.valid.txt, test/a.jsonl), "" for none."""
+    if not _MAY_BE_SPLIT.search(path.lower()):
+        return ""
     # The name of the file comes first, then its folders, beginning with the nearest.
     *folders, name = path.lower().split("/")
     stem = name.removesuffix(f".{name.rpartition('.')[2]}") if "." in name else name

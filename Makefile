@@ -70,7 +70,7 @@ torture: install ## each fault of disks, files and processes, one by one (2 hour
 	ulimit -v 8388608; RANDOM_FILES=$(RANDOM_FILES) $(BIN)/python -m pytest -n0 -s --timeout=0 tests/preprocess/test_input_files.py -k random_files
 	$(BIN)/python -m tests.mutants --by_hand
 	LAW=all ORACLE=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py tests/oracle/test_streams.py
-	LFS_BREAKS=all HELPERS=all LLAMA3_LINES=all FAMILIES=all CHAT_MASKS=all LIMITED_TEXT=all $(BIN)/python -m pytest -n0 tests/lustre/test_lustre.py tests/preprocess/test_tokenizers.py tests/preprocess/test_chat.py tests/preprocess/make/test_helpers.py tests/preprocess/test_runs.py tests/loader/test_boundaries.py
+	LFS_BREAKS=all HELPERS=all LLAMA3_LINES=all FAMILIES=all CHAT_MASKS=all LIMITED_TEXT=all $(BIN)/python -m pytest -n0 tests/lustre/test_lustre.py tests/preprocess/test_tokenizers.py tests/preprocess/test_chat.py tests/preprocess/test_conversations.py tests/preprocess/make/test_helpers.py tests/preprocess/test_runs.py tests/loader/test_boundaries.py
 
 mutants: install ## break the code in 200 small ways, and see whether the oracle notices each (20 minutes)
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)

@@ -363,7 +363,7 @@ FLAGS = (
     ),
     _Meaning(
         typed="--batch_size --batch --writer_batch_size --batched --dataset_batch_size",
-        otherwise="a batch has 512 KiB of text; export DATASET_BATCH_SIZE=N limits its documents",
+        otherwise="a batch has 512 KiB or 1 MiB of text; export DATASET_BATCH_SIZE=N limits its documents",
     ),
     _Meaning(
         typed=(

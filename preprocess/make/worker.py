@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import platform
 import resource
@@ -18,7 +17,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 import shardprep
-from preprocess.make import resources, shared_work
+from preprocess.make import shared_work
 from preprocess.make.attempt import clean_if_done
 from preprocess.make.chosen_engine import load_engine
 from preprocess.make.encoding import BatchEncoder, read_blanked_of
@@ -30,7 +29,6 @@ from preprocess.make.settings import WorkerSettings
 from preprocess.make.stretches import jobs_of
 from preprocess.make.writer import ShardWriter
 from preprocess.read.documents import DocumentReader, advice_about
-from preprocess.read.formats import BATCH_BYTES
 from shardprep.console import Progress, counted, quoted, say
 from shardprep.errors import BadInput, CannotWrite, ReadWriteError
 from shardprep.format.data_folder import DataFolder
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from preprocess.make.helper_server import HelperFacts
     from preprocess.make.helpers import Helpers
 
-_MAX_ENCODERS = 4  # threads that encode and lay out batches; more would wait for the interpreter's lock
 _SLURM_VARIABLES = [
     f"SLURM_{name}" for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CPUS_PER_TASK")
 ]
@@ -120,13 +117,7 @@ class Worker:
             chat.use_processes(shared_work.num_renderers(settings, num_cpus))
         wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
         self.engine = load_engine(plan, folder, wanted, warn)
-        # With little memory, batches are smaller and fewer threads encode: three batches take 0.6 GB.
-        memory_bytes = math.inf if settings.memory_gb is None else settings.memory_gb * 2**30
-        text_bytes = (memory_bytes - resources.PROCESS_BYTES) / resources.MEMORY_PER_BATCH_BYTE
-        self._batch_bytes = int(min(BATCH_BYTES, max(resources.SMALLEST_BATCH_BYTES, text_bytes)))
-        # Each thread has a batch. Even two cores get two threads: one encodes while the other lays out.
-        num_encoders = min(_MAX_ENCODERS, num_cpus, max(2, num_cpus // 2))
-        self._num_encoders = int(max(1, min(num_encoders, text_bytes / BATCH_BYTES)))
+        self._num_encoders, self._batch_bytes = shared_work.encoders_and_batch_bytes(plan, settings, num_cpus)
         self._helpers: Helpers | None = None
         if num_helpers and self.engine.can_fork:
             from preprocess.make.helpers import Helpers  # with multiprocessing, 20 ms that most tasks save

@@ -24,7 +24,7 @@ from shardprep.format.inputs import InputKind, input_kind
 
 Numbers = npt.NDArray[np.int64]
 SearchRanges = Sequence[tuple[int, int]]  # of a file, (byte, end), ascending; each is searched for a start
-BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
+BATCH_BYTES = 512 << 10  # of raw text in a batch; of packed rows see preprocess/make/shared_work.py
 # A batch has at most as many lines as if each had this size: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 _FIRST_SCAN_BYTES = 16 << 10  # read at first to find where a part may begin

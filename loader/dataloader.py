@@ -22,7 +22,7 @@ from loader.other_loaders import ARGUMENTS
 from loader.ranks import find_process_rank
 from loader.read.finding import InputShards, find_sources
 from loader.read.samples import Samples, facts_of, make_samples
-from loader.read.shards import ShardSet, SplitName
+from loader.read.shards import DatasetShards, ShardSet, SplitName
 from loader.read.tokenizer import LoaderTokenizer, choose_tokenizer
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
@@ -186,7 +186,9 @@ def make_loader(options: LoaderOptions) -> TokenLoader:
 
     # The shards, their tokenizer, and the samples in them.
     by_source = _shards_by_source(options, group)
-    datasets = [dataset for of_source in by_source.values() for dataset in of_source.datasets]
+    datasets: list[DatasetShards] = []
+    for each in by_source.values():
+        datasets += each.datasets
     shards = ShardSet(datasets, options.split)
     tokenizer = choose_tokenizer(shards, options.model_id)
     needs_starts = bool(boundaries) or options.origins

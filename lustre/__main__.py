@@ -78,7 +78,10 @@ def _shard_lines(folder: Path) -> list[str]:
         # Leave out the OSTs, which differ between files.
         parts = tuple(replace(part, start_ost=layouts.ANY_OST, osts=()) for part in layout.components)
         texts[replace(layout, components=parts).text()] += 1
-        osts.update({ost for part in layout.components for ost in part.osts})
+        of_file: set[int] = set()
+        for part in layout.components:
+            of_file.update(part.osts)
+        osts.update(of_file)
     shards = f"{counted(len(looked_at), 'shard')} looked at"
     lines = [f"{number} of {shards} have {text}" for text, number in texts.most_common()]
     for ost, number in osts.most_common(1):

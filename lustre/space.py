@@ -91,7 +91,9 @@ def _read_rooms(folder: Path, num_bytes: int) -> list[Room]:
         is_tight = any(ost.free_bytes < num_bytes for ost in targets.answered["OST"])
         pools = _pools_of(folder) if is_tight else []
         if pools:
-            members = {f"OST {index}" for pool in pools for index in members_of(folder, pool)}
+            members: set[str] = set()
+            for pool in pools:
+                members.update(f"OST {index}" for index in members_of(folder, pool))
             osts = [ost for ost in osts if ost.name in members]
             what = f"{counted(len(osts), 'OST')} of pool {', '.join(pools)}"
         rooms = [Room(what, sum(ost.free_bytes for ost in osts), silent)]

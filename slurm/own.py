@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.jobs import Submission, user_name
 from slurm.attempts import Attempt, Shard
+from slurm.queue import job_ids_of
 from slurm.request import JobRequest, request_of
 from slurm.squeue import Job
 from slurm.state import DatasetState
@@ -39,7 +40,7 @@ def own_records(state: DatasetState) -> OwnRecords:
     """Return the records of a data set that this user owns."""
     me = user_name()
     sent = [each for each in state.submissions if each.is_own]
-    recorded = {job.job_id for each in sent for job in each.jobs}
+    recorded = job_ids_of(sent)
     written = [each for each in state.records.of_this_folder if each.is_own]
     plain = [each for each in written if each.job_id not in ("", *recorded)]
     return OwnRecords(

@@ -83,13 +83,21 @@ def find_queue(
         queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown, me)}
     for sent in copied:
         queue.foreign += [job.job_id for job in _jobs_of(sent, shown, me) if job.is_live]
-    recorded = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
+    recorded = job_ids_of(each for each in submissions if each.is_own)
     live = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
     _add_plain_tasks(queue, shown, plain, live, me)
     _add_hidden_jobs(queue, folder, submissions, plain.values(), {me, *(job.user for job in shown)}, asked)
     _add_jobs_without_record(queue, folder, plan_id, copied, live)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
+
+
+def job_ids_of(submissions: Iterable[Submission]) -> set[str]:
+    """Return the ids of all jobs of some submissions."""
+    ids: set[str] = set()
+    for sent in submissions:
+        ids.update(job.job_id for job in sent.jobs)
+    return ids
 
 
 def _users_to_ask(users: Iterable[str], me: str) -> list[str]:
@@ -102,8 +110,8 @@ def _plain_records(
     submissions: Sequence[Submission], open_records: Sequence[AttemptRecord]
 ) -> dict[tuple[str, int], AttemptRecord]:
     """Return the open records of tasks that no submission names, which are of plain sbatch."""
-    of_all = {job.job_id for sent in submissions for job in sent.jobs}
-    own = {job.job_id for sent in submissions for job in sent.jobs if sent.is_own}
+    of_all = job_ids_of(submissions)
+    own = job_ids_of(each for each in submissions if each.is_own)
     records = {}
     for each in open_records:
         submitted = own if each.is_own else of_all
@@ -142,7 +150,9 @@ def _add_hidden_jobs(
 ) -> None:
     """Add the jobs that are not visible from here, so that their end is unknown."""
     hides_users = re.search(r"\b(jobs|all)\b", queue.config.get("PrivateData", ""))
-    jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
+    jobs: list[tuple[str, str, str]] = []
+    for sent in submissions:
+        jobs += [(job.job_id, sent.user, sent.cluster) for job in sent.jobs]
     jobs += [(each.job_id, each.user, "") for each in plain]
     for job_id, user, cluster in jobs:
         if cluster not in ("", queue.config.get("ClusterName", "")):

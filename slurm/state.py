@@ -34,7 +34,7 @@ from slurm.causes import (
     is_unexplained,
 )
 from slurm.commands import SlurmAway
-from slurm.queue import Queue, find_queue
+from slurm.queue import Queue, find_queue, job_ids_of
 from slurm.request import request_of
 from slurm.squeue import ASK_AGAIN_S, StateName
 
@@ -142,7 +142,7 @@ def _find_state(
     copied = [each for each in sent if each.identity != identity]  # this folder is a copy of another one
 
     known = before.made if before else None
-    of_jobs = {job.job_id for each in submissions if each.is_own for job in each.jobs}
+    of_jobs = job_ids_of(each for each in submissions if each.is_own)
     records = attempts.read_attempts(data_dir, plan.plan_id, identity, of_jobs=of_jobs)
     open_records = [each for each in records.of_this_folder if each.ended is None and each.job_id]
     found = None
@@ -158,7 +158,7 @@ def _find_state(
         except SlurmAway as error:
             if needs_slurm:
                 raise
-            ids = {job.job_id for each in submissions for job in each.jobs}
+            ids = job_ids_of(submissions)
             ids |= {record.job_id for record in open_records}
             queue = Queue(hidden=dict.fromkeys(ids, "Slurm does not answer"), away=str(error))
         # Read records and manifests after asking Slurm: a task that it shows as ended has written them.

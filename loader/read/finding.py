@@ -67,7 +67,10 @@ def find_sources(
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="at least one")
-    _check_sources([dataset for shards in found.values() for dataset in shards.with_idx])
+    with_idx: list[DatasetShards] = []
+    for shards in found.values():
+        with_idx += shards.with_idx
+    _check_sources(with_idx)
     return found
 
 

@@ -95,6 +95,7 @@ class _IndexCounts(Struct):
 
     spec: _PlanId
     shards: list[tuple[int, int, int, int, int, int, str]]
+    blanked: str = ""
 
 
 class MadeShards(Struct, frozen=True, kw_only=True):
@@ -215,7 +216,9 @@ def is_verified(folder: DataFolder, spec: DatasetSpec, made: MadeShards) -> bool
         return False
     rows = [(num_tokens, tar_bytes) for _, _, num_tokens, tar_bytes, *_ in index.shards]
     counts = [(each.counts.num_tokens, each.tar.num_bytes) for each in made.done.values()]
-    return index.spec.plan_id == spec.plan_id and rows == counts
+    blanked = [shard_id for shard_id, each in made.done.items() if each.unblanked_sha256]
+    is_same = (index.spec.plan_id, index.blanked) == (spec.plan_id, names.id_ranges(blanked))
+    return is_same and rows == counts
 
 
 def read_findings(folder: DataFolder, plan_id: str) -> dict[int, Finding]:

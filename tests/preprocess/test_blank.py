@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from loader import TokenLoader
+from loader import BrokenShard, TokenLoader
 from tests.forged import rewrite_json, rewrite_plan
 from tests.input_writers import table_bytes
 from tests.word_tokenizers import save_word_tokenizer
-from tests.world import World
+from tests.world import World, refuses
 
 NUM_DOCUMENTS, PAD, EOS, VOCAB_SIZE = 400, 500, 501, 502  # every id of document 7 is 7
 BLANK = 2**31 - 1
@@ -293,6 +293,21 @@ def test_verify_finds_a_shard_that_another_list_blanked(
     for name in of_shard if is_shard else ["blanked/shard-00000.json", "plan.json"]:
         shutil.copyfile(other.data_dir / name, copy.data_dir / name)
     copy.main("verify", copy.data_dir, fast=True).ends(65, "shard 00000")
+
+
+def test_the_index_from_before_blanking_is_refused(made: Made, tmp_path: Path) -> None:
+    """By it the loader would give the id of a blanked token. The tars of both have the same sizes."""
+    world, blanked = made("concat")
+    copy = blanked.copy(tmp_path)
+    index = copy.data_dir / "index.json"
+    shutil.copyfile(world.data_dir / "index.json", index)
+    with refuses(BrokenShard, path=index):
+        copy.loader()
+    assert copy.main("status", copy.data_dir).ends(0).out.splitlines()[-1].startswith("next: ")
+    copy.verify()
+    with copy.loader(batch_size=4) as loader, blanked.loader(batch_size=4) as expected:
+        for pair in zip(loader, expected, strict=True):
+            assert_same(*pair)
 
 
 @pytest.mark.parametrize("name", ["shard-00000.tar", "shard-00001.tar", "digests/shard-00001.digests"])

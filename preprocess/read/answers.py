@@ -51,13 +51,12 @@ class Answers:
         self._control = control
         self.text = self._render(messages, len(messages))
 
-    def span_of(self, number: int) -> Span:
-        """Return what message ``number`` became, or (0, 0) if nothing. Raises Unrendered."""
+    def spans_of(self, number: int) -> list[Span]:
+        """Return what message ``number`` became, ascending. Raises Unrendered."""
         span = self._span_by_prefixes(number)
-        if span is None:
-            span = self._span_by_marks(number)
-        begin, end = span
-        return self._to_tokens(begin, end) if begin < end else (0, 0)
+        spans = self._spans_by_marks(number) if span is None else [span]
+        in_tokens = [self._to_tokens(begin, end) for begin, end in spans if begin < end]
+        return [(begin, end) for begin, end in in_tokens if begin < end]
 
     def thoughts_of(self, number: int) -> list[Span]:
         """Return where the thoughts of message ``number`` are. Raises Unrendered."""
@@ -83,7 +82,7 @@ class Answers:
             self._texts[key] = self._given_render(messages[:number], **options)
         return self._texts[key]
 
-    def _span_by_marks(self, number: int) -> Span:
+    def _spans_by_marks(self, number: int) -> list[Span]:
         marked = self._marked
         places = self._places
         own = [places[mark] for mark in marked.of_message[number] if mark in places]
@@ -102,8 +101,30 @@ class Answers:
             end = own[-1]
         else:
             if num_missing and not own:  # nothing shows where it ends, such as an empty answer
-                return 0, 0
-        return min([begin, *own]), max([end, *own])
+                return []
+        return self._without_others(number, min([begin, *own]), max([end, *own]))
+
+    def _without_others(self, number: int, begin: int, end: int) -> list[Span]:
+        """Cut a span where another message has a mark, such as a tool's result between a call and its answer.
+
+        Each piece ends at its last own mark, and the next one begins at its first.
+        """
+        own = {*self._marked.of_message[number]}
+        spans = []
+        last_own = begin
+        has_other = False
+        for mark, place in sorted(self._places.items(), key=lambda item: item[1]):
+            if not begin <= place <= end:
+                continue
+            if mark not in own:
+                has_other = True
+                continue
+            if has_other and last_own > begin:
+                spans.append((begin, last_own))
+                begin = place
+            has_other = False
+            last_own = place
+        return [*spans, (begin, end)]
 
     def _agreement(self, other: str) -> tuple[int, int]:
         """Compare the text with a marked one, from the last mark that both have.

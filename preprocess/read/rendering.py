@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -184,14 +185,14 @@ class _Renderer:
         answers = Answers(text_of, messages, self._control)
         if self._is_tagged:
             _, tagged = render(messages, return_assistant_tokens_mask=True)
-            all_spans = {n: answers.span_of(n) for n, message in enumerate(messages) if _is_answer(message)}
+            all_spans = {n: answers.spans_of(n) for n, message in enumerate(messages) if _is_answer(message)}
             spans = []
             for span in tagged:
                 owner = max(all_spans, key=lambda number: _overlap(all_spans[number], span))
                 if owner in learnt and _overlap(all_spans[owner], span) > 0:
                     spans.append(span)
         else:
-            spans = [span for span in map(answers.span_of, learnt) if span[0] < span[1]]
+            spans = sorted(itertools.chain.from_iterable(map(answers.spans_of, learnt)))
         if not self._template.learns_reasoning:
             for number in learnt:
                 for thought in answers.thoughts_of(number):
@@ -323,8 +324,9 @@ def _with_arguments(call: Any, form: str) -> Any:
     return call
 
 
-def _overlap(one: Span, other: Span) -> int:
-    return min(one[1], other[1]) - max(one[0], other[0])
+def _overlap(spans: list[Span], other: Span) -> int:
+    """Return how many characters of ``other`` are in spans."""
+    return sum(max(min(end, other[1]) - max(begin, other[0]), 0) for begin, end in spans)
 
 
 def _without(spans: list[Span], hole: Span) -> Iterator[Span]:

@@ -366,6 +366,24 @@ def test_an_answer_before_the_first_question_is_learnt(tmp_path: Path, learn: st
     assert pairs_of(world) == expected(world, "Llama 4", record)
 
 
+def test_a_result_between_a_call_and_its_answer_is_not_learnt(tmp_path: Path) -> None:
+    """Gemma 4's template shows a tool's result within the answer that has both a call and a content."""
+    record = {"messages": [CALLS[1], CALLS[2] | {"content": "I asked."}, CALLS[3], CALLS[4]]}
+    world = world_of(tmp_path, "Qwen 3", [record])
+    template = """{% for m in messages %}{% if m.role == "user" %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == "assistant" %}<|im_start|>assistant
+{% for call in m.tool_calls or [] %}<|calls|>{{ call.function.arguments.city }}<|endcalls|>{% endfor %}\
+{% if m.tool_calls and not loop.last %}<|observation|>{{ messages[loop.index].content }}<|end|>{% endif %}\
+{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    (world.tokenizer / "chat_template.jinja").write_text(template, encoding="utf-8")
+    planned(world).run()
+    assert left_out(world) == []
+    assert learnt(world) == "<|calls|>서울<|endcalls|>I asked.<|im_end|>\nIt is 12.<|im_end|>\n"
+
+
 def test_answers_that_do_not_change_share_a_document(tmp_path: Path) -> None:
     record = {"messages": CALLS + TWO, "tools": TOOLS}
     world = planned(world_of(tmp_path, "Llama 4", [record]), learn="each").run()

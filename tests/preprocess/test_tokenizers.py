@@ -37,7 +37,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from loader import NotFound, get_llama3_dataloader
 from tests import chat_sets
 from tests.checkout import ROOT
-from tests.children import environ_of_children, fork_functions, run_child, shardprep
+from tests.children import environ_of_children, run_child, shardprep
 from tests.external_tars import write_numbered_tars
 from tests.forged import rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
@@ -232,11 +232,8 @@ BY_PROCESS = tuple(
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.processes] * (kind in BY_PROCESS)) for kind in REFUSED]
 )
-def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(world: World, kind: str) -> None:
     change, code, named = REFUSED[kind]
-    fork_functions(monkeypatch)
     change(world.tokenizer)
     world.try_plan().ends(code, named, world.tokenizer)
     assert not (world.data_dir / "plan.json").exists()
@@ -287,12 +284,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tokenizer_of_a_data_set_loads_as_the_one_that_made_its_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_the_tokenizer_of_a_data_set_loads_as_the_one_that_made_its_shards(tmp_path: Path, kind: str) -> None:
     """With all its chat templates, though a planned tokenizer has no folder of templates."""
-    if kind != "LlamaTokenizer, legacy":  # one in a new Python is enough
-        fork_functions(monkeypatch)
     name, values = KINDS[kind]
     model = chat_sets.save_tokenizer(name, tmp_path / "model")
     edit(model / "tokenizer_config.json", **values, padding_side="left", model_max_length=77)

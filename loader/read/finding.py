@@ -240,11 +240,6 @@ def _dataset(folder: DataFolder, shard_ids: list[int] | None = None) -> DatasetS
     """
     if shard_ids is None or _has_index(folder):
         index = read_index(folder)
-        if not index.blanked and folder.is_subfolder(names.BLANKED_DIR):
-            # Of the data set before blanking: the loader would give the id of a blanked token.
-            path = folder.path_of(names.INDEX_NAME)
-            found = f"no shards with blanked documents, but {names.BLANKED_DIR}/ is there"
-            raise BrokenShard(path=path, found=found, remedy=commands.on("verify", folder))
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         beyond = ids[ids >= num_shards].tolist()

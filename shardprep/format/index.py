@@ -145,7 +145,10 @@ def merge_manifests(folder: DataFolder, manifests: Iterable[Manifest]) -> Datase
 
 
 def read_index(folder: DataFolder) -> DatasetIndex:
-    """Return the index of a data set: index.json, or if there is none, its manifests merged in memory."""
+    """Return the index of a data set: index.json, or if there is none, its manifests merged in memory.
+
+    Raises BrokenShard also for the index of the data set before blanking, and the errors of ``read_file``.
+    """
     path = folder.path_of(names.INDEX_NAME)
     try:
         with without_garbage_collection():
@@ -156,6 +159,7 @@ def read_index(folder: DataFolder) -> DatasetIndex:
                 raise json_files.wrong_value(
                     path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256"
                 )
+            _check_blanked(folder, file)
             num_rows = len(file.shards)
             if num_rows != file.spec.num_shards:
                 raise json_files.wrong_value(path, "shards", f"{num_rows} rows", f"{file.spec.num_shards}")
@@ -186,3 +190,11 @@ def read_index(folder: DataFolder) -> DatasetIndex:
         found = f"{len(present)} of {num_shards} shards, without {names.id_ranges(missing)}"
         raise errors.MissingShard(path=folder, found=found, remedy=remedy)
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))
+
+
+def _check_blanked(folder: DataFolder, file: _IndexFile) -> None:
+    """Raise BrokenShard for the index from before blanking: by it, blanked tokens would have an id."""
+    if not file.blanked and folder.is_subfolder(names.BLANKED_DIR):
+        path = folder.path_of(names.INDEX_NAME)
+        found = f"no shards with blanked documents, but {names.BLANKED_DIR}/ is there"
+        raise errors.BrokenShard(path=path, found=found)

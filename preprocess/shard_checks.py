@@ -60,9 +60,8 @@ class _ShardCheck:
         self._standing = standing
         self._input_bytes = plan.shard_bytes()
         self._blanked = frozenset(names.ids_of_ranges(plan.options.blanked) if plan.options.blanked else ())
-        self._is_failing = (
-            threading.Event()
-        )  # set once the file system failed: later shards do not wait for it
+        # Set once the file system failed: later shards do not wait for it.
+        self._is_failing = threading.Event()
 
     def result(self, shard_id: int) -> Manifest | errors.ShardprepError:
         """Return the manifest of a shard that is right, else its problem."""

@@ -55,9 +55,7 @@ class Look(NamedTuple):
     names: frozenset[str] = frozenset()  # of its fields
     problem: BadInput | None = None  # nothing can be made of the file
     pipe: str = ""  # commands that make JSON lines of the file's text
-    flags: tuple[str, ...] | None = (
-        None  # of plan, that mend the file, or its lines; None if they are unknown
-    )
+    flags: tuple[str, ...] | None = None  # of plan, that mend the file or its lines; None if unknown
     note: str = ""  # for people, told once for all files
 
     def keeps_field(self) -> bool:

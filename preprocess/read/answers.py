@@ -23,9 +23,8 @@ from typing import Any
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters [begin, end) of a text
-Render = Callable[
-    ..., str
-]  # messages, and add_generation_prompt=True for a prompt -> text; raises Unrendered
+# messages, and add_generation_prompt=True for a prompt -> text; raises Unrendered
+Render = Callable[..., str]
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of transformers
 _THINK_TAG = re.compile("(</?think>)")
 # Marks are characters that are not in the text: rare Chinese ones, which Python and JSON write as they are,
@@ -113,7 +112,7 @@ class Answers:
         spans = []
         last_own = begin
         has_other = False
-        for mark, place in sorted(self._places.items(), key=lambda item: item[1]):
+        for mark, place in self._places.items():
             if not begin <= place <= end:
                 continue
             if mark not in own:
@@ -190,7 +189,7 @@ class Answers:
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """Return where each mark is in the text. Raises Unrendered if marks change the text."""
+        """Return where each mark is in the text, ascending. Raises Unrendered if marks change the text."""
         with_marks = self._render(self._marked.messages, len(self._messages))
         places: dict[str, int] = {}
         for number, found in enumerate(self._mark.finditer(with_marks)):

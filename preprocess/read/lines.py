@@ -232,9 +232,8 @@ class LineFormat:
 
         def find(block: bytes, position: int) -> int | None:
             if position + len(block) < size:
-                block = block.removesuffix(
-                    b"\r"
-                )  # it may be half of \r\n: it is read again with the next block
+                # It may be half of \r\n, so it is read again with the next block.
+                block = block.removesuffix(b"\r")
             line_end = self.first_end(block)
             return position + line_end if line_end else None
 

@@ -77,24 +77,23 @@ class WebArchive:
             raise UsageError(
                 found=f"a web archive with the suffix {suffix}", expected=expected, advice=advice
             )
-        self.is_compressed = bool(suffix)
         self.compression = COMPRESSIONS[suffix] if suffix else None
 
     def inspect(self, file: OpenInput, fields: TextFields) -> Inspected:  # noqa: ARG002
         """Estimate the text. Raises BadInput if the file does not begin with a record of its own."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        if self.is_compressed:
+        if self.compression is not None:
             _check_first_member(file)
         head, text_bytes = beginning_of_text(file, self.compression, 0)
         if not head.startswith(_MAGIC):
             expected = f"{_MAGIC!r} of a web archive"
             advice = "rename it, or move it away, and plan again"
             raise BadInput(path=file.path, found=f"{head[:8]!r}", expected=expected, advice=advice)
-        return Inspected(text_bytes, is_whole=not self.is_compressed)
+        return Inspected(text_bytes, is_whole=self.compression is None)
 
     def starts(self, file: OpenInput, ranges: SearchRanges, fields: TextFields) -> list[Start | None]:  # noqa: ARG002
-        if not self.is_compressed:
+        if self.compression is None:
             return formats.starts_among((), file, ranges)
         return [_first_member(file, byte, end) for byte, end in ranges]
 
@@ -139,7 +138,7 @@ class WebArchive:
 
     def _check_end(self, file: OpenInput, place: int, end: int) -> None:
         """Raise BadInput if the last record, at ``place``, is cut short: fastwarc may end without a word."""
-        if self.is_compressed:
+        if self.compression is not None:
             for _ in decompressed(file, self.compression, file.read_all, (place, end), _CHECKED_BYTES, 0):
                 pass
             return

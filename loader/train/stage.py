@@ -39,7 +39,7 @@ from shardprep.format.planned_tokenizer import read_tokenizer, refuse_other_toke
 
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer's files
 _NUM_THREADS = 8  # hashing releases the interpreter's lock
-_MARK = ".index.json.claimed.tmp"  # in the folder of a copy that has no plan yet
+_MARK = ".index.json.claimed.tmp"  # in the folder of a copy that has neither plan nor index yet
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,6 @@ def stage(args: argparse.Namespace) -> int:
     if not failures and folder.status_of(names.INDEX_NAME) is not None:
         _refuse_other_index(folder, index, target)
         target.publish(names.INDEX_NAME, index.to_json())
-    if not failures:
         _remove_mark(target)
     num_copied = len(missing) - len(failures)
     num_kept = num_shards - len(missing)
@@ -153,24 +152,26 @@ def _refuse_other_index(folder: DataFolder, index: DatasetIndex, target: DataFol
 
 def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | None) -> None:
     """Check that a folder is new, or has a copy of this data set, and mark it. Raises Refused."""
-    if done.refuse_other_plan(target, plan_id):  # a copy of this data set
+    if _is_copy(target, plan_id):
         return
     if target.status_of(names.PLAN_NAME) is not None:
         expected = "no such file, or that of the data set; move it away, or use another folder"
         raise Refused(
             path=target.path_of(names.PLAN_NAME), found="another file, which stays", expected=expected
         )
-    mark = plan_id.encode()
-    if target.read_beginning(_MARK, len(mark)) == mark:  # another process copies the same
-        return
     own: dict[str, files.FileStamp] = {}
     if plan is not None and plan.options.excluded:
         own = stamps_of_excluded(folder, read_excluded(folder, plan.options.excluded))
-    refuse_foreign_files(target, own)
-    if plan is not None:
-        refuse_other_tokenizer(target, plan.tokenizer_files)
     try:
-        target.create(_MARK, mark)
+        refuse_foreign_files(target, own)
+        if plan is not None:
+            refuse_other_tokenizer(target, plan.tokenizer_files)
+    except Refused:
+        if _is_copy(target, plan_id):  # another process has begun meanwhile
+            return
+        raise
+    try:
+        target.create(_MARK, plan_id.encode())
     except FileExistsError:  # by another process, which copies the same
         pass
     except OSError as error:
@@ -178,6 +179,15 @@ def _claim(folder: DataFolder, target: DataFolder, plan_id: str, plan: Plan | No
     except Stopped:  # the signal may have come after the file was created
         _remove_mark(target)
         raise
+
+
+def _is_copy(target: DataFolder, plan_id: str) -> bool:
+    """Return whether a folder has a copy of this data set, or another process makes one."""
+    mark = plan_id.encode()
+    # The mark is read first: where it is gone already, plan or index are there.
+    if target.read_beginning(_MARK, len(mark)) == mark or done.refuse_other_plan(target, plan_id):
+        return True
+    return done.plan_id_in(target, names.INDEX_NAME) == plan_id  # a copy of the shards alone
 
 
 def _remove_mark(target: DataFolder) -> None:
@@ -189,9 +199,13 @@ def _copy_files_of_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> N
     """Copy the files that the plan names, but none that somebody else put into DATA."""
     target.sync()
     tokenizer = read_tokenizer(folder, plan)
-    target.make_subfolder(names.TOKENIZER_DIR)
-    for name, content in tokenizer.items():
-        target.publish(f"{names.TOKENIZER_DIR}/{name}", content)
+    # At once, because another process that looks for files of somebody else refuses a part of it.
+    if target.status_of(names.TOKENIZER_DIR) is None:
+        target.publish_folder(names.TOKENIZER_DIR, tokenizer)
+    else:
+        target.make_subfolder(names.TOKENIZER_DIR)
+        for name, content in tokenizer.items():
+            target.publish(f"{names.TOKENIZER_DIR}/{name}", content)
     what = "that of the data set"
     if plan.options.excluded:
         excluded = read_excluded(folder, plan.options.excluded)

@@ -147,15 +147,20 @@ def refuse_other_plan(folder: DataFolder, plan_id: str) -> bool:
 
     Returns whether the folder has this plan. It has not if the file begins with no id of a plan.
     """
-    # The id is in the first bytes of the file.
-    match = _PLAN_ID.search(folder.read_beginning(names.PLAN_NAME, 400))
-    if match and match[1].decode() != plan_id:
+    found_id = plan_id_in(folder, names.PLAN_NAME)
+    if found_id and found_id != plan_id:
         path = folder.path_of(names.PLAN_NAME)
-        found = f"plan {match[1].decode()[:12]}"
+        found = f"plan {found_id[:12]}"
         expected = f"{plan_id[:12]}, like its shards"
         advice = "restore the plan, or move plan or shards away"
         raise errors.OtherPlan(path=path, found=found, expected=expected, advice=advice)
-    return match is not None
+    return bool(found_id)
+
+
+def plan_id_in(folder: DataFolder, name: str) -> str:
+    """Return the id of the plan in the first bytes of plan.json or index.json, or ""."""
+    match = _PLAN_ID.search(folder.read_beginning(name, 400))
+    return match[1].decode() if match else ""
 
 
 def find_made_shards(

@@ -18,7 +18,7 @@ import pytest
 
 from loader import ReadWriteError, ShardprepError, UsageError, ensure_prepared
 from shardprep.errors import BadInput, Refused
-from tests.children import child, end_of, environ_of_children, is_living
+from tests.children import child, end_of, environ_of_children, is_living, shardprep
 from tests.forged import rewrite_json
 from tests.held_children import Hold
 from tests.oracle.forms import DataSets
@@ -258,6 +258,24 @@ def stage(source: object, node: Path) -> Ended:
     return call_main("stage", source, "--to", node)
 
 
+@pytest.mark.processes
+def test_a_stage_that_looks_while_another_copies_the_tokenizer_refuses_nothing(
+    sets: DataSets, tmp_path: Path, node: Path
+) -> None:
+    looking = Hold(tmp_path / "looking", "open", r"\.index\.json\.claimed")
+    copying = Hold(tmp_path / "copying", "open", r"\.?tokenizer_config\.json\..*tmp")
+    command = shardprep("stage", sets["concat"], "--to", node)
+    with child(command, env=environ_of_children(**looking.environ())) as first:
+        looking.wait(1, first)
+        with child(command, env=environ_of_children(**copying.environ())) as second:
+            copying.wait(1, second)
+            looking.release()
+            end_of(first, code=0)
+            copying.release()
+            end_of(second, code=0)
+    assert contents(node) == contents(sets["concat"])
+
+
 @pytest.mark.parametrize("suffix", ["tar", "idx", "json", "tar, flipped"])
 def test_only_incomplete_or_altered_shards_are_staged_again(sets: DataSets, node: Path, suffix: str) -> None:
     assert stage(sets["concat"], node).code == 0
@@ -281,6 +299,17 @@ def test_only_incomplete_or_altered_shards_are_staged_again(sets: DataSets, node
     # Another data set is refused. tests/oracle/test_refusals.py has more refusals.
     assert stage(sets["best_fit"], node).code == 78
     assert contents(node) == contents(sets["concat"])
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_shards_without_a_plan_can_be_staged_again(
+    sets: DataSets, tmp_path: Path, node: Path, *, is_verified: bool
+) -> None:
+    copied = Path(shutil.copytree(sets["concat"], tmp_path / "copy"))
+    for name in ["plan.json"] if is_verified else ["plan.json", "index.json"]:
+        (copied / name).unlink()
+    assert stage(copied, node).code == 0
+    assert "0 copied, 3 kept" in stage(copied, node).ends(0).out
 
 
 @pytest.mark.parametrize(

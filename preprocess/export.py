@@ -153,7 +153,7 @@ def export(args: argparse.Namespace) -> int:
         opened_by = layout.finish()
     except (CannotWrite, ReadWriteError, FileNotFoundError):  # the other export has written the files by now
         opened_by = layout.finish()
-    folder.remove_temporaries()  # left by dead attempts; a running one needs none
+    folder.remove_temporaries()  # of dead attempts; a running one finds what it needs, or writes again
     sums = f"{counted(plan.num_shards, 'shard')}, {counted(sum(num_tokens), 'token')}"
     print_lines(f"{sums} in {folder}; {opened_by}")
     return 0
@@ -218,7 +218,3 @@ def _claim(folder: OutputFolder, settings: dict[str, object]) -> None:
         raise Refused(
             path=error.path, found=f"an export of {previous!r:.200}", expected=settings, advice=advice
         ) from None
-    except (CannotWrite, ReadWriteError):
-        # An equal export that was faster may have removed this one's temporary file at any time.
-        if folder.size_of(SETTINGS) is None:
-            raise

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from shardprep import files, publishing
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused
@@ -35,9 +36,12 @@ _SPARSE_BYTES = 16 << 20
 _LEAST_SHARE = 0.01
 _MOST_HOLES = 10_000  # of a file
 _STAT_BLOCK_BYTES = 512
+_MOST_ATTEMPTS = 100  # to publish a file, one more than attempts that are done may remove its temporary
 _MOST_LEVELS = (
     2  # of folders in a temporary folder; that of ``verify --deep`` has ids/, digests/, quarantine/
 )
+
+_T = TypeVar("_T")
 
 
 class _Handle:
@@ -335,21 +339,29 @@ class Folder:
 
     def publish(self, name: str, content: bytes) -> None:
         """Replace a file's content atomically, and sync it and its folder."""
-        with self.new_file(name) as file:
-            file.write(content)
-            file.sync()
-            file.rename_into_place()
+
+        def write() -> None:
+            with self.new_file(name) as file:
+                file.write(content)
+                file.sync()
+                file.rename_into_place()
+
+        _until_published(write)
         self.sync(name.rpartition("/")[0])
 
     def publish_equal(self, name: str, content: bytes, *, what: str) -> None:
         """Write a file unless it exists. Raises Refused if the one that exists has another content."""
-        with self.new_file(name) as file:
-            file.write(content)
-            file.sync()
-            if file.publish_first():
-                self.sync(name.rpartition("/")[0])
-                return
-        self._refuse_other(name, content, what)
+
+        def write() -> bool:
+            with self.new_file(name) as file:
+                file.write(content)
+                file.sync()
+                return file.publish_first()
+
+        if _until_published(write):
+            self.sync(name.rpartition("/")[0])
+        else:
+            self._refuse_other(name, content, what)
 
     def _refuse_other(self, name: str, content: bytes, what: str) -> None:
         """Raise Refused if a file has another content."""
@@ -369,14 +381,19 @@ class Folder:
         With another ``stamp`` than the given one nothing is published. The folder is not synced. Raises
         FileNotFoundError or NotADirectoryError if there is no such file, and errors of reading and writing.
         """
-        with files.errors_named(source.path_of(name)), source.open(name) as file, self.new_file(name) as copy:
-            for start in range(0, file.num_bytes, files.WRITE_BYTES):
-                num_bytes = min(files.WRITE_BYTES, file.num_bytes - start)
-                copy.write(memoryview(file.read(start, num_bytes)))
-            copied = copy.sync()
-            if stamp is None or copied == stamp:
-                copy.rename_into_place()
-        return copied
+
+        def copy() -> FileStamp:
+            with source.open(name) as file, self.new_file(name) as written:
+                for start in range(0, file.num_bytes, files.WRITE_BYTES):
+                    num_bytes = min(files.WRITE_BYTES, file.num_bytes - start)
+                    written.write(memoryview(file.read(start, num_bytes)))
+                copied = written.sync()
+                if stamp is None or copied == stamp:
+                    written.rename_into_place()
+            return copied
+
+        with files.errors_named(source.path_of(name)):
+            return _until_published(copy)
 
     def publish_link(self, name: str, source: Folder) -> bool:
         """Make a name a hard link to the file of this name in another folder. Return whether it could.
@@ -543,6 +560,14 @@ class Folder:
             os.rmdir(last, dir_fd=parent.fd)
         else:
             os.unlink(last, dir_fd=parent.fd)
+
+
+def _until_published(publish: Callable[[], _T]) -> _T:
+    """Publish a file again as long as other attempts, which are done, remove its temporary file."""
+    for _ in range(_MOST_ATTEMPTS - 1):
+        with contextlib.suppress(publishing.TemporaryRemoved):
+            return publish()
+    return publish()
 
 
 class _Subfolder(Folder):

@@ -50,6 +50,10 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
         sync_folder(path.parent)
 
 
+class TemporaryRemoved(ReadWriteError):
+    """Another attempt, which was done, removed the temporary file of this one."""
+
+
 class PublishedFile:
     """Writes a temporary file, which ``rename_into_place`` renames to ``path``.
 
@@ -164,7 +168,8 @@ class PublishedFile:
         except OSError as error:
             why = f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}"
             todo = "nothing is lost: fix the cause (df, lfs df, quota) and run this again"
-            raise ReadWriteError(f"{why}; {todo}", path=self.path, found=error.strerror) from None
+            kind = TemporaryRemoved if error.errno == errno.ENOENT else ReadWriteError
+            raise kind(f"{why}; {todo}", path=self.path, found=error.strerror) from None
 
     def sync(self) -> FileStamp:
         """Write out, fsync and close the temporary file."""

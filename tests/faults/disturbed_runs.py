@@ -42,7 +42,9 @@ _HITS_OF_FORMATS = {"formats that are cut": 0.5, "formats read whole": 0.5}
 _WRITERS = {
     "plan": 0.25, "shard": 1, "run": 0.2, "verify": 0.5, "export nanogpt": 0.25, "export megatron": 0.25
 }  # fmt: skip
-_CROWDS = {"shard": 0.3, "stage": 0.3}  # each takes four runs, and stage waits for the others
+# Each takes four runs. The short form leaves out what has 0.2.
+_CROWDS = {"shard": 0.3, "stage": 0.3, "run": 0.2, "verify": 0.2, "blank": 0.2, "overlap": 0.2, "report": 0.2}
+_CROWDS |= dict.fromkeys(_OF_EXPORTS, 0.2)
 _READING_INPUTS = {"plan": 0.25, "shard": 1}
 _READING_SHARDS = {"verify": 0.5, "load": 0.5, "stage": 0.5}
 _DISK_HITS = {"plan": 0.5, "shard": 1, "run": 0.2, "verify": 0.5, "stage": 1}

@@ -22,7 +22,8 @@ import zstandard
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tests.children import environ_of_children, run_child, shardprep
+from tests.children import child, end_of, environ_of_children, run_child, shardprep
+from tests.held_children import Hold
 from tests.input_writers import table_bytes
 from tests.plain_reader import plain_records
 from tests.world import EOS, Ended, World, call_main, tokenizer_dir
@@ -489,3 +490,31 @@ def test_all_formats_train_the_same_tokenizer_as_plain_lines(tmp_path: Path) -> 
     empty = World(tmp_path / "empty").raw({"a.txt": "\n \n", "b.jsonl": [{"a": "no text"}]})
     train(empty.raw_dir, tmp_path / "none").ends(65)
     assert not (tmp_path / "none").exists()
+
+
+# The words of a command, and the file that one attempt has written and not renamed when another one ends.
+REMOVED = {
+    "export megatron": ("export DATA --to megatron --output_dir OUT", "data_args.txt"),
+    "export hf": ("export DATA --to hf --output_dir OUT", "dataset_info.json"),
+    "export nanogpt": ("export DATA --to nanogpt --output_dir OUT", "train.bin"),
+    "blank": ("blank DATA --ids LISTED --output_dir OUT --num_proc 1", "shard-00002.json"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", REMOVED)
+def test_a_command_goes_on_if_an_attempt_that_is_done_removes_its_temporary_files(
+    worlds: Worlds, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "listed").write_text("web/1\n")
+    given = {"DATA": worlds["documents"].data_dir, "OUT": tmp_path / "out", "LISTED": tmp_path / "listed"}
+    line, name = REMOVED[command]
+    words = [given.get(word, word) for word in line.split()]
+    hold = Hold(tmp_path, "fsync", rf"/\.{name}\..*\.tmp$")
+    with child(shardprep(*words), env=environ_of_children(**hold.environ())) as slower:
+        hold.wait(1, slower)
+        call_main(*words).ends(0)
+        assert not list((tmp_path / "out").glob(f".{name}.*"))
+        hold.release()
+        end_of(slower, code=0)
+    call_main(*words).ends(0)

@@ -149,10 +149,7 @@ def export(args: argparse.Namespace) -> int:
                 # An equal export that was faster may have removed this one's temporary files.
                 if not layout.is_done(shard_id):
                     raise
-    try:
-        opened_by = layout.finish()
-    except (CannotWrite, ReadWriteError, FileNotFoundError):  # the other export has written the files by now
-        opened_by = layout.finish()
+    opened_by = layout.finish()
     folder.remove_temporaries()  # of dead attempts; a running one finds what it needs, or writes again
     sums = f"{counted(plan.num_shards, 'shard')}, {counted(sum(num_tokens), 'token')}"
     print_lines(f"{sums} in {folder}; {opened_by}")

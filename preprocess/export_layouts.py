@@ -152,18 +152,25 @@ class NanoGpt(ExportLayout):
 
     def finish(self) -> str:
         target = self.folder.path_of(_STREAM)
-        if not self._has_stream and not self._find_stream():
-            with self.folder.new_file(_STREAM) as file:
-                for name in self.last_names:
-                    self._append(file, name)
-                stamp = file.sync()
-                file.rename_into_place()
-            self.folder.sync()
-            self.folder.remember(_STREAM, stamp)
+        try:
+            if not self._has_stream and not self._find_stream():
+                self._write_stream()
+        except (publishing.TemporaryRemoved, FileNotFoundError):
+            if not self._find_stream():  # of an equal export, which was faster and removed files
+                raise
         for name in self.last_names:
             with contextlib.suppress(OSError):
                 self.folder.remove(name)
         return f'nanoGPT: np.memmap("{target}", dtype=np.{self.dtype.name}, mode="r")'
+
+    def _write_stream(self) -> None:
+        with self.folder.new_file(_STREAM) as file:
+            for name in self.last_names:
+                self._append(file, name)
+            stamp = file.sync()
+            file.rename_into_place()
+        self.folder.sync()
+        self.folder.remember(_STREAM, stamp)
 
     def _append(self, stream: publishing.PublishedFile, name: str) -> None:
         """Append the ids of a shard to the stream of all shards."""

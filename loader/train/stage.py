@@ -199,13 +199,9 @@ def _copy_files_of_plan(folder: DataFolder, plan: Plan, target: DataFolder) -> N
     """Copy the files that the plan names, but none that somebody else put into DATA."""
     target.sync()
     tokenizer = read_tokenizer(folder, plan)
-    # At once, because another process that looks for files of somebody else refuses a part of it.
-    if target.status_of(names.TOKENIZER_DIR) is None:
-        target.publish_folder(names.TOKENIZER_DIR, tokenizer)
-    else:
-        target.make_subfolder(names.TOKENIZER_DIR)
-        for name, content in tokenizer.items():
-            target.publish(f"{names.TOKENIZER_DIR}/{name}", content)
+    target.make_subfolder(names.TOKENIZER_DIR)
+    for name, content in tokenizer.items():
+        target.publish(f"{names.TOKENIZER_DIR}/{name}", content)
     what = "that of the data set"
     if plan.options.excluded:
         excluded = read_excluded(folder, plan.options.excluded)
